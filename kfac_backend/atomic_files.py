@@ -97,7 +97,7 @@ def read_tensors(
     path: str | Path,
     device: torch.device | str = "cpu",
     *,
-    what: str = "tensors",
+    kind: str = "tensors",
     of_others: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and the metadata that `write_tensors` wrote, once the checksum is verified.
@@ -105,7 +105,7 @@ def read_tensors(
     Args:
         path: the file.
         device: where the tensors go.
-        what: what the file holds, for errors.
+        kind: what the file holds, for errors.
         of_others: also read files that other programs wrote, which have no checksum.
 
     Raises:
@@ -113,31 +113,31 @@ def read_tensors(
         ValueError: a damaged or truncated file, or one without a checksum.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"No file of {what} at {path}.")
+        raise FileNotFoundError(f"No file of {kind} at {path}.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
             tensors = {key: file.get_tensor(key) for key in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise _damaged(path, what, str(error)) from error
+        raise _damaged(path, kind, str(error)) from error
     if OWN in metadata:
         try:
             header = parse_json(metadata[OWN])
             metadata, expected = dict(header["metadata"]), header["checksum"]
         except (ValueError, TypeError, KeyError) as error:
-            raise _damaged(path, what, "its metadata is not as it was written") from error
+            raise _damaged(path, kind, "its metadata is not as it was written") from error
         if expected != _checksum(tensors, metadata):
-            raise _damaged(path, what, "its checksum differs")
+            raise _damaged(path, kind, "its checksum differs")
     elif not of_others:
-        raise _damaged(path, what, "it has no checksum")
+        raise _damaged(path, kind, "it has no checksum")
     # Copies: the tensors are views of the file in memory, which may change, at addresses that are
     # not aligned. BLAS rounds differently there, and a loaded posterior would not be the same.
     return {key: tensor.to(device, copy=True) for key, tensor in tensors.items()}, metadata
 
 
-def _damaged(path: str | Path, what: str, reason: str) -> ValueError:
+def _damaged(path: str | Path, kind: str, reason: str) -> ValueError:
     return ValueError(
-        f"{path} is not a whole file of {what} ({reason}): it was truncated or altered, or another "
+        f"{path} is not a whole file of {kind} ({reason}): it was truncated or altered, or another "
         "program wrote it. Write it anew, or take a copy."
     )
 

@@ -98,13 +98,13 @@ def corrected_factors(
     driver.start(SecondMoments(bases, driver.device))
     driver.add_all(data, "Eigenvalue correction", progress)
     sums = driver.finish()
-    for what, number, expected in (
+    for unit, number, expected in (
         ("examples", sums.num_data, factors.num_data),
         ("loss terms", sums.num_loss_terms, factors.num_loss_terms),
     ):
         if number != expected:
             raise ValueError(
-                f"The pass for the eigenvalues saw {number} {what}, the factors are of {expected}. "
+                f"The pass for the eigenvalues saw {number} {unit}, the factors are of {expected}. "
                 "Pass the same data, in an iterable that can be read twice (not a generator). "
                 "Correct factors before you multiply them by a weight, and correct a sum of "
                 "factors over all its data."
@@ -160,7 +160,7 @@ class SecondMoments(Sink):
     def _begin_part(self) -> None:
         self._uses: dict[TrackedLayer, int] = {}  # of each layer
         # For each use, the number of a vector -> its gradients, until they are squared together.
-        self._held: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
+        self._by_use: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
         self._held_bytes = self._vector = self._times_added = 0
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
@@ -170,7 +170,7 @@ class SecondMoments(Sink):
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """Hold a vector's gradient until several are squared together."""
         rows = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
-        self._held.setdefault((tracked, use), {})[self._vector] = rows.clone()
+        self._by_use.setdefault((tracked, use), {})[self._vector] = rows.clone()
         self._held_bytes += rows.nbytes
 
     def vector_done(self) -> None:
@@ -194,15 +194,15 @@ class SecondMoments(Sink):
 
     def _add_held(self) -> None:
         """Square the held gradients of all layers, add them to the moments, and drop them."""
-        if not self._held:
+        if not self._by_use:
             return
         self._times_added += 1
         # The vectors become the axis that a covariance has for outputs: (M, R, V, d_out).
-        vectors = sorted({v for of_use in self._held.values() for v in of_use})
+        vectors = sorted({v for of_use in self._by_use.values() for v in of_use})
 
         def held_uses() -> Iterator[LayerUse]:
-            while self._held:
-                (tracked, use), of_use = self._held.popitem()
+            while self._by_use:
+                (tracked, use), of_use = self._by_use.popitem()
                 # A vector that does not reach this use has the gradient zero there.
                 zero = torch.zeros_like(next(iter(of_use.values())))
                 yield tracked, use, torch.stack([of_use.get(v, zero) for v in vectors], 2)

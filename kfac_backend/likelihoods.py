@@ -122,8 +122,8 @@ class Likelihood:
             number = _finite(default if value is None else value, is_list)
             if number is None or not (number > above).all():
                 kind = "a list of finite numbers" if is_list else "a finite number"
-                shown = list(value) if isinstance(value, tuple) else value
-                raise ValueError(f"{option.name} must exceed {above:g}: {kind}, not {shown!r}")
+                printed = list(value) if isinstance(value, tuple) else value
+                raise ValueError(f"{option.name} must exceed {above:g}: {kind}, not {printed!r}")
             parameters[option.name] = number
         object.__setattr__(self, "parameters", parameters)
 
@@ -183,14 +183,14 @@ class Likelihood:
             TypeError: targets of a wrong dtype.
             ValueError: a wrong shape, a label out of range, targets that are not finite.
         """
-        wanted = tuple(self.target_shape(f))
-        if y.shape != wanted:
-            is_flat = wanted == (*y.shape, 1)
+        expected = tuple(self.target_shape(f))
+        if y.shape != expected:
+            is_flat = expected == (*y.shape, 1)
             way_out = " Give the targets their last axis: y[..., None]." if is_flat else ""
             raise ValueError(
                 f"Targets have shape {tuple(y.shape)}, the model's output {tuple(f.shape)}; "
                 f"likelihood '{self}' needs "
-                f"{'the same shape' if wanted == f.shape else f'targets of shape {wanted}'}."
+                f"{'the same shape' if expected == f.shape else f'targets of shape {expected}'}."
                 + way_out
             )
         if y.is_complex():
@@ -230,8 +230,8 @@ class Likelihood:
         with torch.enable_grad():
             # Without a graph that is wanted, f is cut off: the network must not be walked through.
             at = f if f.requires_grad else f.detach().requires_grad_()
-            (found,) = torch.autograd.grad(self.loss(at, y), at, create_graph=f.requires_grad)
-        return found
+            (gradient,) = torch.autograd.grad(self.loss(at, y), at, create_graph=f.requires_grad)
+        return gradient
 
     def drawn_gradient(
         self, f: Float[Tensor, "*terms C"], y: Tensor, generator: torch.Generator | None
@@ -287,12 +287,12 @@ class Likelihood:
             variance: the same, with the noise.
         """
         number, variance, censored = self.observed(y, variance)
-        found = self.log_density(number, mean, variance)
+        density = self.log_density(number, mean, variance)
         if censored is None:
-            return found
+            return density
         tiny = torch.finfo(mean.dtype).tiny
         beyond = (1 - self.cdf(number, mean, variance)).clamp(min=tiny).log()
-        return torch.where(censored, beyond, found)
+        return torch.where(censored, beyond, density)
 
     def ranks(self, y: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """The ends of the ranks P(< number) to P(<= number) of targets in their predictions.
@@ -832,8 +832,8 @@ class Poisson(Diagonal):
             from scipy import stats  # here, since importing it takes a second
 
         spare = (variance - mean).clamp(min=1e-6 * mean)
-        found = stats.nbinom.cdf(y, mean.square() / spare, mean / (mean + spare))
-        return torch.as_tensor(found).to(mean)
+        cumulative = stats.nbinom.cdf(y, mean.square() / spare, mean / (mean + spare))
+        return torch.as_tensor(cumulative).to(mean)
 
 
 @dataclass(frozen=True)
@@ -1027,8 +1027,8 @@ class Weighted(Likelihood):
 
     def __post_init__(self) -> None:
         """Predict as the other likelihood does."""
-        of = likelihood_of(self.of)
-        object.__setattr__(self, "of", of)
+        likelihood = likelihood_of(self.of)
+        object.__setattr__(self, "of", likelihood)
         for name in (
             *(
                 "kind",
@@ -1042,7 +1042,7 @@ class Weighted(Likelihood):
             *("log_probabilities", "moments", "log_density", "cdf"),
             *("parameters", "lower_bounds", "to_learn"),
         ):
-            object.__setattr__(self, name, getattr(of, name))
+            object.__setattr__(self, name, getattr(likelihood, name))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -1065,32 +1065,32 @@ class Weighted(Likelihood):
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless weights are positive or 0, and the rest is as the other needs."""
         super().check(f, y)
-        of, w = self._parts(y)
+        targets, w = self._parts(y)
         if not (w >= 0).all():
             raise ValueError(f"likelihood '{self}' needs weights of at least 0.")
-        if self.of.has_labels and not torch.equal(y[..., 0], of.to(y)):
+        if self.of.has_labels and not torch.equal(y[..., 0], targets.to(y)):
             raise ValueError(f"likelihood '{self}' needs whole numbers as labels.")
-        self.of.check(f, of)
+        self.of.check(f, targets)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """The other's losses, w times."""
-        of, w = self._parts(y)
-        return w.to(f) * self.of.losses(f, of)
+        targets, w = self._parts(y)
+        return w.to(f) * self.of.losses(f, targets)
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """The other's columns, √w times."""
-        of, w = self._parts(y)
-        yield from (w.to(f).sqrt() * column for column in self.of.root(f, of))
+        targets, w = self._parts(y)
+        yield from (w.to(f).sqrt() * column for column in self.of.root(f, targets))
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """The other's, √w times."""
-        of, w = self._parts(y)
-        return w.to(f).sqrt() * self.of.drawn_root(f, of, generator)
+        targets, w = self._parts(y)
+        return w.to(f).sqrt() * self.of.drawn_root(f, targets, generator)
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """The other's, √w times."""
-        of, w = self._parts(y)
-        return w.to(f).sqrt() * self.of.drawn_gradient(f, of, generator)
+        targets, w = self._parts(y)
+        return w.to(f).sqrt() * self.of.drawn_gradient(f, targets, generator)
 
     def observed(self, y: Tensor, variance: Tensor) -> Observed:
         """The other's."""

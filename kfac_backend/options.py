@@ -218,17 +218,17 @@ def check_positive(name: str, value: object) -> None:
     if not right.all():
         # The number as the user gave it, -3 and not -3.0.
         wrong = value if isinstance(value, (int, float)) else numbers[~right][0].item()
-        what = "positive" if math.isfinite(wrong) else "positive and finite"
-        raise ValueError(f"{name} must be {what}, not {wrong}.")
+        needed = "positive" if math.isfinite(wrong) else "positive and finite"
+        raise ValueError(f"{name} must be {needed}, not {wrong}.")
 
 
-def check_keys(what: str, state: Mapping[str, Any], keys: Iterable[str]) -> None:
+def check_keys(owner: str, state: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Raise a ValueError that names the entries which a state to be loaded lacks."""
     missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(
-            f"The state of {what} lacks {', '.join(map(repr, missing))}: it is empty, of something "
-            "else, or only a part. Load what state_dict() returned, as a whole."
+            f"The state of {owner} lacks {', '.join(map(repr, missing))}: it is empty, of "
+            "something else, or only a part. Load what state_dict() returned, as a whole."
         )
 
 

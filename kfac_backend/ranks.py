@@ -118,11 +118,11 @@ class Ranks:
             start = partial(dist.reduce, group=self._group, async_op=True)
             _send((tensor, partial(start, group_dst=owner)) for tensor, owner in owned)
 
-    def holders(self, here: Sequence[bool]) -> list[list[int]]:
+    def holders(self, is_here: Sequence[bool]) -> list[list[int]]:
         """Of each of some pieces, the ranks that have it, by whether it is here; collective."""
         return [
             [rank for rank, has in enumerate(of_ranks) if has]
-            for of_ranks in zip(*self.gather(list(here)), strict=True)
+            for of_ranks in zip(*self.gather(list(is_here)), strict=True)
         ]
 
     def owners(
@@ -167,8 +167,8 @@ class Ranks:
     def _group(self) -> "ProcessGroup | None":
         if self.process_group != "default":
             return self.process_group
-        there = dist.is_available() and dist.is_initialized()
-        return dist.group.WORLD if there else None
+        is_initialised = dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if is_initialised else None
 
 
 def _send(tensors: Iterable[tuple[Tensor, Callable[[Tensor], Any]]]) -> None:

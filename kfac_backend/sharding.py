@@ -104,8 +104,8 @@ def check_sharding(model: nn.Module) -> None:
     managed = {id(p) for module in sharded for p in module.parameters()}
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
-            which = f"Layer '{name}'" if name else "The model"
-            raise NotImplementedError(f"{which} is in FSDP1, FullyShardedDataParallel. {way_out}")
+            subject = f"Layer '{name}'" if name else "The model"
+            raise NotImplementedError(f"{subject} is in FSDP1, FullyShardedDataParallel. {way_out}")
     for name, p in model.named_parameters():
         if type(p).__name__ == "FlatParameter":
             raise NotImplementedError(f"Parameter '{name}' is FSDP1's FlatParameter. {way_out}")
@@ -123,11 +123,11 @@ def check_sharding(model: nn.Module) -> None:
             )
 
 
-def check_whole(model: nn.Module, what: str) -> None:
+def check_whole(model: nn.Module, operation: str) -> None:
     """Raise a NotImplementedError of what needs whole parameters on each rank, if it has parts."""
     if is_sharded(model):
         raise NotImplementedError(
-            f"{what} needs whole parameters on each rank, and {type(model).__name__} is under "
+            f"{operation} needs whole parameters on each rank, and {type(model).__name__} is under "
             "fully_shard. Gather them into a model of its own (torch.distributed.checkpoint."
             "state_dict.get_model_state_dict with full_state_dict=True), and give a posterior of "
             "it the same factors (posterior.restore(factors))."

@@ -113,13 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(f"interrupted.{way_out}")
         return 130
     except ArgumentError as error:
-        said = " ".join(str(error).split()).rstrip(".")
-        if "are required" in said:
-            said = said.replace(f"{command}.", "")
-        said = said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
+        message = " ".join(str(error).split()).rstrip(".")
+        if "are required" in message:
+            message = message.replace(f"{command}.", "")
+        message = message if len(message) <= LONGEST else f"{message[:LONGEST]}..."
         of_class = " (--model.help CLASS, --data.help CLASS)"
         see = f"{command} --help{of_class if command != 'report' else ''}" if command else "--help"
-        _print_error(f"error: {said}. See marglik {see}.")
+        _print_error(f"error: {message}. See marglik {see}.")
         return 2
     except Exception as error:
         from kfac_backend.atomic_files import DiskFullError  # late: imports torch
@@ -186,8 +186,8 @@ def _short_warnings() -> Iterator[None]:
 
 
 def _print_error(message: str) -> None:
-    which = f"rank {os.environ['RANK']}: " if _is_another_rank() else ""
-    print(printable(f"marglik: {which}{' '.join(message.split())}"), file=sys.stderr)
+    prefix = f"rank {os.environ['RANK']}: " if _is_another_rank() else ""
+    print(printable(f"marglik: {prefix}{' '.join(message.split())}"), file=sys.stderr)
 
 
 def _parsers(
@@ -268,18 +268,18 @@ def _configs(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: kind for name, kind in hints if is_dataclass(kind) and name not in others}
 
 
-def _switches(of: Callable[..., Any]) -> dict[str, Any]:
+def _switches(source: Callable[..., Any]) -> dict[str, Any]:
     """The arguments of a function or a dataclass that are yes or no, with their defaults."""
     yes_or_no = (bool, bool | None)
-    parameters = signature(of).parameters.items()
+    parameters = signature(source).parameters.items()
     return {name: p.default for name, p in parameters if p.annotation in yes_or_no}
 
 
-def _add_switches(parser: ArgumentParser, of: Callable[..., Any]) -> None:
+def _add_switches(parser: ArgumentParser, source: Callable[..., Any]) -> None:
     """The same as options of a command: --name and --no_name."""
-    params = parse_docstring(of.__doc__ or "").params
+    params = parse_docstring(source.__doc__ or "").params
     texts = {param.arg_name: " ".join((param.description or "").split()) for param in params}
-    for name, default in _switches(of).items():
+    for name, default in _switches(source).items():
         action = ActionYesNo(yes_prefix="", no_prefix="no_")
         parser.add_argument(f"--{name}", default=default, help=texts[name], action=action)
 

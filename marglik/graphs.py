@@ -48,17 +48,17 @@ class Graphs:
         """G, the number of graphs."""
         return len(self.node_counts)
 
-    def __getitem__(self, which: int | slice | Tensor) -> "Graphs":
+    def __getitem__(self, index: int | slice | Tensor) -> "Graphs":
         """Return some of the graphs, in the order given; their nodes are renumbered.
 
         Args:
-            which: a slice, a tensor (K,) of indices, or a boolean mask (G,), on the device of the
+            index: a slice, a tensor (K,) of indices, or a boolean mask (G,), on the device of the
                 graphs. An integer n selects graph n as a batch of one.
 
         Raises:
             IndexError: an index out of range, or indices that are not one-dimensional.
         """
-        numbers = torch.arange(len(self), device=self.node_counts.device)[which]
+        numbers = torch.arange(len(self), device=self.node_counts.device)[index]
         if numbers.dim() > 1:
             raise IndexError(
                 f"Graphs were indexed by a tensor of shape {tuple(numbers.shape)}; use a slice or "

@@ -143,25 +143,25 @@ def minimize_validation_loss(
             f"least; not {bounds} and {grid_size}."
         )
     chosen: float | torch.Tensor = laplace.prior_precision
-    seen: dict[float, float] = {}
+    losses: dict[float, float] = {}
 
     def at(log_delta: float) -> float:
         laplace.prior_precision = math.exp(log_delta)
         value = float(loss(laplace)) if callable(loss) else _nll(laplace, loss)
-        seen[log_delta] = value if math.isfinite(value) else math.inf
-        return seen[log_delta]
+        losses[log_delta] = value if math.isfinite(value) else math.inf
+        return losses[log_delta]
 
     grid = np.linspace(math.log(bounds[0]), math.log(bounds[1]), grid_size)
     try:
         best = int(np.argmin([at(point) for point in grid]))
-        if not math.isfinite(seen[grid[best]]):
+        if not math.isfinite(losses[grid[best]]):
             raise FloatingPointError(
                 f"The validation loss is not finite for any δ in {bounds}. Check the network's "
                 "outputs."
             )
         around = grid[max(best - 1, 0)], grid[min(best + 1, grid_size - 1)]
         minimize_scalar(at, bounds=around, method="bounded", options={"xatol": 0.05})
-        log_delta = min(seen, key=lambda point: seen[point])
+        log_delta = min(losses, key=lambda point: losses[point])
         chosen = math.exp(log_delta)
     finally:
         laplace.prior_precision = chosen
@@ -171,7 +171,7 @@ def minimize_validation_loss(
             stacklevel=2,
         )
     sigma = float(laplace.sigma_noise)
-    return PriorFit({"all": laplace.prior_precision.item()}, sigma, seen[log_delta])
+    return PriorFit({"all": laplace.prior_precision.item()}, sigma, losses[log_delta])
 
 
 def _nll(laplace: Posterior, batches: Iterable[Any]) -> float:

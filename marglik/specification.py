@@ -71,11 +71,11 @@ def build_from_spec(
         if not (isinstance(returns, type) and issubclass(returns, kinds)):
             raise ValueError(f"{path} is no class of networks, data or transforms")
         arguments = (value.get("init_args") or {}) | (value.get("dict_kwargs") or {})
-        if named is not None and (asked := _asked_for(path, make, arguments, is_named, folder)):
+        if named is not None and (request := _asked_for(path, make, arguments, is_named, folder)):
             typed = _as_options("--model" if kind is nn.Module else "--data", spec)
             raise ValueError(
-                f"{asked}, for which a file may not ask. If you trust it, pass the class with its "
-                f"options: {typed}"
+                f"{request}, for which a file may not ask. If you trust it, pass the class with "
+                f"its options: {typed}"
             )
         return make(**{name: made(item) for name, item in arguments.items()})
 

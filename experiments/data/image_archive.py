@@ -47,7 +47,7 @@ class ImageArchive(TwoPartData):
         cached = self._cached(part)
         if not cached.is_file():
             self._decode(part, cached)
-        tensors, metadata = read_tensors(cached, what="decoded images")
+        tensors, metadata = read_tensors(cached, kind="decoded images")
         return (tensors["images"], tensors["labels"]), tuple(json.loads(metadata["classes"]))
 
     def _cached(self, part: str) -> Path:

@@ -47,7 +47,7 @@ class KroneckerBlock:
         self.name, self.num_terms, self.constants = name, num_terms, constants
         matrices = {"B": B} if A is None else {"B": B, "A": A}
         self.factors: Mapping[str, Factor] = {
-            which: F if isinstance(F, Factor) else Factor(F) for which, F in matrices.items()
+            letter: F if isinstance(F, Factor) else Factor(F) for letter, F in matrices.items()
         }
         """B, and A if there is one, by name, which know their rows where these are few."""
         of_B, of_A = B.shape, None if A is None else A.shape
@@ -66,7 +66,7 @@ class KroneckerBlock:
         """Whether another rank keeps its values."""
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{which} {tuple(F.shape)}" for which, F in self.factors.items())
+        shapes = ", ".join(f"{letter} {tuple(F.shape)}" for letter, F in self.factors.items())
         return f"{type(self).__name__}('{self.name}', {shapes})"
 
     @property
@@ -81,8 +81,8 @@ class KroneckerBlock:
 
     def replace(self, **changes: Any) -> Self:
         """The block with some of its arguments changed; factors stay shared, and of few rows."""
-        same = {"name": self.name, "num_terms": self.num_terms, "constants": self.constants}
-        return type(self)(**{**same, **self.factors, **changes})
+        fields = {"name": self.name, "num_terms": self.num_terms, "constants": self.constants}
+        return type(self)(**{**fields, **self.factors, **changes})
 
     @property
     def num_parameters(self) -> int:
@@ -169,7 +169,7 @@ class KroneckerBlock:
                 "eigenvectors. Add the factors as they are, and correct the sum over all the data."
             )
         mine, others = (
-            {which: F.shape for which, F in block.factors.items()} for block in (self, other)
+            {letter: F.shape for letter, F in block.factors.items()} for block in (self, other)
         )
         if mine != others or self.constants != other.constants:
             raise ValueError(
@@ -195,7 +195,7 @@ class KroneckerBlock:
 
     def named_factors(self) -> list[tuple[Factor, str]]:
         """B, and A if there is one, with their names for errors."""
-        return [(factor, f"{self.name}, {which}") for which, factor in self.factors.items()]
+        return [(factor, f"{self.name}, {letter}") for letter, factor in self.factors.items()]
 
     @property
     def cost(self) -> int:
@@ -307,15 +307,15 @@ def gathered_blocks(
         whole = block if len(of_block) == ranks.size else block.to(device)
         if block.is_meta:
             numbers = zip(block.factors.items(), rows[of_block[0]][i], strict=True)
-            whole = block.replace(**{which: F.empty(device, M) for (which, F), M in numbers})
+            whole = block.replace(**{letter: F.empty(device, M) for (letter, F), M in numbers})
         gathered[name] = whole
         if len(of_block) < ranks.size:
             received += [(F.entries, of_block[0]) for F in whole.factors.values()]
     ranks.exchange_(received)
     for name, block in blocks.items():  # known still, whoever has computed them
-        for which, factor in block.factors.items():
+        for letter, factor in block.factors.items():
             if factor.eigenvalues is not None:
-                gathered[name].factors[which].eigenvalues = factor.eigenvalues
+                gathered[name].factors[letter].eigenvalues = factor.eigenvalues
     return gathered
 
 
@@ -342,7 +342,7 @@ def _solved(
     holders = [of_all[number] for number in keys]
     if not all(holders):
         raise kept_elsewhere(factors[keys[holders.index([])]][1])
-    there = device or _device_of(factor for factor, _ in factors.values())
+    target_device = device or _device_of(factor for factor, _ in factors.values())
     owners = ranks.owners([costs[key] for key in keys], holders)
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
     solutions = eigendecompositions([factors[key] for key in own], vectors=vectors)
@@ -355,8 +355,8 @@ def _solved(
             F, _ = factors[key]
             dtype = F.dtype if vectors else torch.float64
             shape, kind = (F.shape, F.dtype) if vectors else ((), torch.int64)
-            values = torch.empty(F.shape[:-1], dtype=dtype, device=there)
-            solved[key] = values, torch.zeros(shape, dtype=kind, device=there)
+            values = torch.empty(F.shape[:-1], dtype=dtype, device=target_device)
+            solved[key] = values, torch.zeros(shape, dtype=kind, device=target_device)
     ranks.exchange_(
         (t, owner) for key, owner in zip(keys, owners, strict=True) for t in solved[key]
     )
@@ -383,8 +383,8 @@ def _numbered(factors: Sequence[Factor], ranks: Ranks) -> tuple[list[int], list[
     The same on all ranks; collective. Factors are apart if they are on any rank that has them.
     """
     first: dict[Factor, int] = {}
-    here = [None if F.is_meta else first.setdefault(F, i) for i, F in enumerate(factors)]
-    numbers, holders, of_ranks = [], [], ranks.gather(here)
+    first_uses = [None if F.is_meta else first.setdefault(F, i) for i, F in enumerate(factors)]
+    numbers, holders, of_ranks = [], [], ranks.gather(first_uses)
     for i, of_factor in enumerate(zip(*of_ranks, strict=True)):
         holders.append([rank for rank, number in enumerate(of_factor) if number is not None])
         different = {of_factor[rank] for rank in holders[-1]}
@@ -437,8 +437,8 @@ class EigenBlock:
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "EigenBlock":
         """The block on another device or in another dtype."""
-        there = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-        return EigenBlock(**{name: tensor.to(device, dtype) for name, tensor in there.items()})
+        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return EigenBlock(**{name: tensor.to(device, dtype) for name, tensor in tensors.items()})
 
     def spectrum(self, delta: Tensor | float = 0.0, damping: bool = False) -> Tensor:
         """Eigenvalues of the block + δI: βα + δ; with damping (β + √δ)(α + √δ). (..., d_out, d_in).

@@ -200,9 +200,9 @@ class KroneckerFactors:
             if isinstance(block, CorrectedBlock):
                 parts = {k: v for k, v in vars(block.eigen).items() if v is not None}
                 entry["eigen"] = {k: add(f"{name}/{k}.eigen", v) for k, v in parts.items()}
-            for which, F in block.factors.items():
+            for letter, F in block.factors.items():
                 form, stored = _pack(F.matrix) if F.rows is None else ("rows", F.rows)
-                entry[which] = add(f"{name}/{which}.{form}", stored)
+                entry[letter] = add(f"{name}/{letter}.{form}", stored)
             entries.append(entry)
         header = {
             "format": FORMAT,
@@ -261,7 +261,7 @@ class KroneckerFactors:
             FileNotFoundError: no such file.
             ValueError: a damaged or truncated file, and as in `from_state_dict`.
         """
-        tensors, metadata = read_tensors(path, device, what="Kronecker factors")
+        tensors, metadata = read_tensors(path, device, kind="Kronecker factors")
         header = parse_json(metadata.get("header", "{}"))
         return cls.from_state_dict({"header": header, "tensors": tensors}, str(path))
 

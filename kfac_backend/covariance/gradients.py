@@ -105,9 +105,9 @@ class LayerGradients:
             # be squared, and dropped, before the next layer's are formed.
             alone = uses[tracked] == 1 and not self._tied.intersection(_places(tracked))
             if alone and most_bytes is not None:
-                for which, some in self._some_examples((tracked, use, rows), most_bytes):
+                for subset, some in self._some_examples((tracked, use, rows), most_bytes):
                     for gradients in self._of_uses([some]):
-                        yield which, gradients
+                        yield subset, gradients
             else:  # the gradients in a tied parameter are summed first
                 tied.append((tracked, use, rows))
         for gradients in self._of_uses(tied):

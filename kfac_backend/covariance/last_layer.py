@@ -164,7 +164,7 @@ class LastLayerCovariance:
         if self._alone and (a.requires_grad or any(other is not None for other in others)):
             return None
         f, z, a = f.detach(), z.detach(), a.detach()
-        if not (_same(z, f, rule.features) and _same(back, noise, rule.features)):
+        if not (_equal_outputs(z, f, rule.features) and _equal_outputs(back, noise, rule.features)):
             return None
         return (f, a, rule) if _computes(own, rule, a[:1], f[:1]) else None
 
@@ -196,17 +196,17 @@ class LastLayerCovariance:
         size = max(1, memory // of_one)
         by_example = mask.flatten(1) if mask.dim() > 1 else mask[:, None]
         examples = max(1, memory // (itemsize * by_example.shape[1] * (d_in + 1)))
-        done = 0
+        num_done = 0
         for start in range(0, len(a), examples):
             some = by_example[start : start + examples]
             if not some.any():
                 continue
             inputs = rule.inputs(a[start : start + examples])[0][some]  # (m, d_in)
             for now in inputs.to(wide.dtype).split(size):
-                of_now = slice(done, done + len(now))
+                of_now = slice(num_done, num_done + len(now))
                 of_rows = None if columns is None else columns[of_now]
                 result[of_now] = self._some(now, of_rows, C, rule.transposed, variance_only)
-                done += len(now)
+                num_done += len(now)
         return f.unflatten(0, shape), result.unflatten(0, shape)
 
     def _some(
@@ -258,7 +258,7 @@ def _positions(f: Tensor) -> Tensor:
     return f.flatten(1, -2) if f.dim() > 2 else f[:, None]
 
 
-def _same(z: Tensor, f: Tensor, features: int) -> bool:
+def _equal_outputs(z: Tensor, f: Tensor, features: int) -> bool:
     """Whether the layer's output equals the model's, up to the place of the axis of features."""
     z, f = _positions(z.movedim(features, -1)), _positions(f)
     return z.shape == f.shape and torch.equal(z, f)

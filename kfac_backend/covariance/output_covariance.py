@@ -122,7 +122,7 @@ class _HeldGradients(Sink):
         self.differentiable = differentiable
         self.uses = Counter[TrackedLayer]()
         """How often each layer ran."""
-        self.held: dict[tuple[TrackedLayer, Use], Tensor] = {}
+        self.by_use: dict[tuple[TrackedLayer, Use], Tensor] = {}
         """The gradients in each use's output (m, R, K, d_out)."""
         self._vector = self._pairs = self._vectors = 0
 
@@ -140,10 +140,10 @@ class _HeldGradients(Sink):
         if number != self._pairs:
             raise unknown_examples(tracked, number, self._pairs, "outputs")
         rows = self._gradients.rules[tracked].position_gradients(use, b)  # (m, R, d_out)
-        if (tracked, use) not in self.held:  # zero for outputs that do not depend on the use
+        if (tracked, use) not in self.by_use:  # zero for outputs that do not depend on the use
             m, R, d_out = rows.shape
-            self.held[tracked, use] = rows.new_zeros(m, R, self._vectors, d_out)
-        self.held[tracked, use][:, :, self._vector] = rows
+            self.by_use[tracked, use] = rows.new_zeros(m, R, self._vectors, d_out)
+        self.by_use[tracked, use][:, :, self._vector] = rows
 
     def vector_done(self) -> None:
         """Go on to the next vector."""
@@ -151,8 +151,8 @@ class _HeldGradients(Sink):
 
     def take(self) -> Iterator[LayerUse]:
         """The held uses with their gradients, each dropped before the next one is made."""
-        while self.held:
-            (tracked, use), rows = self.held.popitem()
+        while self.by_use:
+            (tracked, use), rows = self.by_use.popitem()
             yield tracked, use, rows
 
 
@@ -400,8 +400,8 @@ class OutputCovariance:
         shape = (M, K) if variance_only else (M, K, K) if q is None else (M // q, q * K, q * K)
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
-            for which, gradients in self._gradients_of(collected, part, f, columns, q):
-                covariance[which] += covariance_part(
+            for subset, gradients in self._gradients_of(collected, part, f, columns, q):
+                covariance[subset] += covariance_part(
                     gradients, self._product_bytes, q=q or 1, variance_only=variance_only
                 )
         return result, covariance
@@ -423,21 +423,21 @@ class OutputCovariance:
         if not names:
             return
 
-        def vectors(which: slice) -> Tensor:
+        def vectors(subset: slice) -> Tensor:
             """A unit vector for each of the wanted outputs (n, K, ..., C)."""
-            unit = f.new_zeros(len(f[which]), K, f[0, ..., 0].numel(), f.shape[-1])
+            unit = f.new_zeros(len(f[subset]), K, f[0, ..., 0].numel(), f.shape[-1])
             rows = torch.arange(len(unit), device=f.device)[:, None]
-            unit[rows, index, part.positions[which][:, None], columns[which]] = 1
+            unit[rows, index, part.positions[subset][:, None], columns[subset]] = 1
             return unit.view(*unit.shape[:2], *f.shape[1:])
 
         entries = self._product_bytes // f.element_size() if q is None else sys.maxsize
-        for which, by_name in gradients_of_examples(
+        for subset, by_name in gradients_of_examples(
             self._model, names, part.x, f, vectors, K,
             entries=entries, differentiable=torch.is_grad_enabled(),
         ):  # fmt: skip
             for name, J in by_name.items():  # as P groups of one entry, (P, n, 1, K, 1)
                 J = ExampleGradients(J.flatten(2).movedim(2, 0)[:, :, None, :, None])
-                yield which, ParameterGradients(*self._precision[name], [(J, False)])
+                yield subset, ParameterGradients(*self._precision[name], [(J, False)])
 
     def _columns(self, f: Tensor, part: _Part, classes: Tensor | None) -> Tensor:
         """The indices of the wanted outputs of each pair, (M, K)."""

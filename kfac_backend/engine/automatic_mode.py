@@ -63,8 +63,8 @@ def mode_of_first_batches(
         if mode == "reduce":
             # All of them where the model needs a whole batch, of which the first decide, too.
             if proof.plan.splits:
-                few = slice(EXAMPLES)
-                x, y, mask = examples(x, few), y[few], None if mask is None else mask[few]
+                first = slice(EXAMPLES)
+                x, y, mask = examples(x, first), y[first], None if mask is None else mask[first]
             # Dropout that is on must not use up the user's random numbers.
             no_autocast = torch.autocast(driver.device.type, enabled=False)
             with forked_random_numbers(model), no_autocast, counted_positions(mask):
@@ -162,8 +162,8 @@ def block_traces(
         if not traces.has_shared_weights:
             return {}
         traces.num_examples = len(f)
-        few = likelihood.num_vectors(f.shape[-1]) <= MOST_VECTORS
-        fisher = ExactGGN() if few else DrawnLabels(MOST_VECTORS)
+        are_few = likelihood.num_vectors(f.shape[-1]) <= MOST_VECTORS
+        fisher = ExactGGN() if are_few else DrawnLabels(MOST_VECTORS)
         # A generator of its own, so that the pass's labels are the same with and without a choice.
         generator = torch.Generator(f.device).manual_seed(0)
         some = f[:EXAMPLES].detach(), y[:EXAMPLES]

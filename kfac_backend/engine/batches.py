@@ -206,14 +206,14 @@ def num_examples(x: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def examples(x: Any, which: slice | Tensor | None) -> Any:
+def examples(x: Any, index: slice | Tensor | None) -> Any:
     """Some examples of an input whose first axis they are, or that is indexed by examples.
 
     None adds the first axis to a single example.
     """
     if isinstance(x, Mapping):
-        return map_entries(lambda tensor: tensor[which], x)
-    return x[which]
+        return map_entries(lambda tensor: tensor[index], x)
+    return x[index]
 
 
 def example_shapes(x: Any) -> Any:

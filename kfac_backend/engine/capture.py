@@ -562,21 +562,21 @@ def check_run(model: nn.Module, tracked: TrackedLayer, a: Tensor) -> None:
         )
 
 
-def _other_runs(tracked: TrackedLayer, how: str) -> NotImplementedError:
+def _other_runs(tracked: TrackedLayer, difference: str) -> NotImplementedError:
     """The error for a layer whose runs differ from those that were found on the first batch."""
     return NotImplementedError(
-        f"Layer {tracked}, which runs on examples and on something else, runs {how} in this batch. "
-        "That differs from the first batch, so that its runs cannot be told apart. Use separate "
-        "layers, or freeze it (requires_grad_(False))."
+        f"Layer {tracked}, which runs on examples and on something else, runs {difference} in this "
+        "batch. That differs from the first batch, so that its runs cannot be told apart. Use "
+        "separate layers, or freeze it (requires_grad_(False))."
     )
 
 
 def unknown_examples(
-    tracked: TrackedLayer, rows: int, N: int, what: str = "examples"
+    tracked: TrackedLayer, rows: int, N: int, unit: str = "examples"
 ) -> NotImplementedError:
     """The error for a layer with rows that belong to unknown ones of N examples."""
     return NotImplementedError(
-        f"Layer {tracked} got {rows} rows in a batch of {N} {what}, and each example's rows must "
+        f"Layer {tracked} got {rows} rows in a batch of {N} {unit}, and each example's rows must "
         "be known. Keep the batch axis first and the shared axes apart, (N, ..., d), or say which "
         "example each row belongs to (examples_of_rows)."
     )

@@ -261,9 +261,9 @@ class Driver:
             some, its_mask, counted = x, mask, counted_terms(y, self.task.likelihood)
             if splits_by_example(x, y):  # the first that it hides a position of, and another one
                 hiding = torch.argmin(mask.all(1).int())
-                which = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
-                some, its_mask = examples(x, which), mask[which]
-                counted = None if counted is None else counted[which]
+                index = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
+                some, its_mask = examples(x, index), mask[index]
+                counted = None if counted is None else counted[index]
             self.proof.make_for_masks(some, its_mask, counted)
         if self.kfac_approx == "auto":
             # Loaded only where the mode is not given.

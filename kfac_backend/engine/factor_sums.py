@@ -336,9 +336,9 @@ def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch
     memory = total_memory(device)
     names: dict[Gram, str] = {}  # a weight and its bias may have the same
     for tracked, rule in rules.items():
-        for which, sums in (("B", rule.B), ("A", rule.A)):
+        for letter, sums in (("B", rule.B), ("A", rule.A)):
             for local, of_name in sums.items():
-                names.setdefault(of_name.gram, f"{which} of '{tracked.parameters[local]}'")
+                names.setdefault(of_name.gram, f"{letter} of '{tracked.parameters[local]}'")
     if memory is None or not names:
         return
     grams: dict[str, Gram] = {}

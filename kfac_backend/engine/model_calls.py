@@ -145,7 +145,7 @@ def check_dtypes(model: nn.Module, arguments: Iterable[Any], error: Exception) -
     # Beside numbers there may be tokens or masks; without any, one of these should be numbers.
     wrong = {dtype for dtype in dtypes if dtype.is_floating_point} - parameters
     wrong = wrong or (dtypes if not dtypes & parameters else set())
-    if len(parameters) != 1 or not wrong or not any(said in str(error) for said in words):
+    if len(parameters) != 1 or not wrong or not any(word in str(error) for word in words):
         return
     (of_network,) = parameters
     names = " and ".join(sorted(map(str, wrong)))

@@ -139,9 +139,9 @@ class Proof:
             # batch.
             most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
             if self.plan.splits and N > most:  # a few, spread evenly over the batch
-                which = torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
-                x, N = examples(x, which), most
-                counted = None if counted is None else counted[which]
+                index = torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
+                x, N = examples(x, index), most
+                counted = None if counted is None else counted[index]
         try:
             with forked_random_numbers(self._model):
                 while True:  # ends, as each refusal takes parameters away or raises
@@ -352,7 +352,7 @@ def verify_parts(model: nn.Module, assignment: RuleAssignment, x: Tensor) -> lis
     """
     if assignment.operations.names or assignment.diagonal:
         return None
-    few = torch.linspace(0, len(x) - 1, min(len(x), MOST_EXAMPLES), dtype=torch.float64).long()
+    indices = torch.linspace(0, len(x) - 1, min(len(x), MOST_EXAMPLES), dtype=torch.float64).long()
 
     def run(x: Tensor) -> tuple[Tensor, list[Any]]:
         with forked_random_numbers(model), rows_of_runs(assignment, len(x)) as rows:
@@ -362,7 +362,7 @@ def verify_parts(model: nn.Module, assignment: RuleAssignment, x: Tensor) -> lis
         f, rows = run(x)
         if None in rows:
             return None
-        for n in few.tolist():
+        for n in indices.tolist():
             alone, rows_alone = run(x[n : n + 1])
             if rows_alone != rows or not close(f[n : n + 1], alone):
                 return None

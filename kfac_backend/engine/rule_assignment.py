@@ -361,16 +361,20 @@ def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssi
     """
     # "diagonal", since a posterior may have blocks of parameters without a rule.
     assignment = assign_rules(model, "diagonal")
-    here = {name: p.numel() for name, p in model.named_parameters() if name in assignment.names}
-    wrong = [name for name in sizes if here.get(name) != sizes[name]]
+    own_sizes = {
+        name: p.numel() for name, p in model.named_parameters() if name in assignment.names
+    }
+    wrong = [name for name in sizes if own_sizes.get(name) != sizes[name]]
     if wrong or not sizes:
-        what = "no block"
+        mistake = "no block"
         if wrong:
-            what = f"a block of '{wrong[0]}' with {sizes[wrong[0]]} entries, where the model has "
-            what += str(here.get(wrong[0], "none that are trained"))
+            mistake = (
+                f"a block of '{wrong[0]}' with {sizes[wrong[0]]} entries, where the model has "
+            )
+            mistake += str(own_sizes.get(wrong[0], "none that are trained"))
         raise ValueError(
-            f"The posterior has {what}; it belongs to another model, or the parameter was frozen "
-            "since: requires_grad_(True)."
+            f"The posterior has {mistake}; it belongs to another model, or the parameter was "
+            "frozen since: requires_grad_(True)."
         )
     others = {name: None for name in assignment.names if name not in sizes}
     return replace(assignment.without(others), names=list(sizes))
@@ -399,11 +403,11 @@ def check_module(model: object) -> None:
             "needed."
         )
     for name, module in model.named_modules():
-        which = f"Layer '{name}'" if name else "The model"
+        subject = f"Layer '{name}'" if name else "The model"
         inner = f"{f'model.{name}' if name else 'model'}.module"
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise TypeError(
-                f"{which} is in {type(module).__name__}, whose copies or gradients a curvature "
+                f"{subject} is in {type(module).__name__}, whose copies or gradients a curvature "
                 f"pass cannot use. Pass what it holds: {inner}. The curvature's sums are reduced "
                 "over the ranks all the same."
             )
@@ -411,8 +415,8 @@ def check_module(model: object) -> None:
             p.requires_grad for p in module.parameters()
         ):
             raise NotImplementedError(
-                f"{which} was compiled by torch.jit, which takes no hooks. Pass the module that it "
-                "was made from, or freeze it (requires_grad_(False))."
+                f"{subject} was compiled by torch.jit, which takes no hooks. Pass the module that "
+                "it was made from, or freeze it (requires_grad_(False))."
             )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

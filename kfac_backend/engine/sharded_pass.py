@@ -116,9 +116,9 @@ class ShardedPass:
                 # model shifts them, and the first ones.
                 hiding = 0 if mask is None else int(torch.argmin(mask.all(1).int()))
                 telling = driver.task.telling_examples(y).tolist()
-                which = [hiding, *telling, *range(min(len(y), MOST_EXAMPLES))]
-                which = torch.tensor(list(dict.fromkeys(which)), device=driver.device)
-                x, y = examples(x, which), y[which]
+                index = [hiding, *telling, *range(min(len(y), MOST_EXAMPLES))]
+                index = torch.tensor(list(dict.fromkeys(index)), device=driver.device)
+                x, y = examples(x, index), y[index]
             some = detached(x, torch.device("cpu")), detached(y, torch.device("cpu"))
         batches = [some for some in driver.ranks.gather(some) if some is not None]
         batches.sort(key=lambda some: -len(some[1]) if isinstance(some[1], Tensor) else 0)

@@ -166,7 +166,7 @@ class Task:
         """
         if self.knows_outputs:
             return
-        likelihood, what = self.likelihood, None
+        likelihood, reason = self.likelihood, None
         name = (likelihood.of if isinstance(likelihood, Weighted) else likelihood).name
         if name in ("classification", "noisy_classification"):
             rows = at_least_float32(f.detach().flatten(0, -2)[:MOST_ROWS])
@@ -174,19 +174,19 @@ class Task:
             if len(rows) < 2:
                 return
             if ((rows >= 0).all(-1) & ((rows.sum(-1) - 1).abs() < tolerance)).all():
-                what = "each row lies in [0, 1] and sums to 1", "softmax (or the logarithm"
+                reason = "each row lies in [0, 1] and sums to 1", "softmax (or the logarithm"
         if name == "bernoulli":
             is_sigmoid = _is_made_by_sigmoid(f)
             if f.numel() < FEWEST_OUTPUTS and not is_sigmoid:
                 return
             smallest, largest = torch.aminmax(f.detach())
             if smallest >= 0 and largest <= 1 and (is_sigmoid or largest - smallest > 0.5):
-                what = "all lie in [0, 1]", "sigmoid (or torch.logit"
+                reason = "all lie in [0, 1]", "sigmoid (or torch.logit"
         self.knows_outputs = True
-        if what is not None:
+        if reason is not None:
             warnings.warn(
-                f"The model's outputs are probabilities: {what[0]}. Likelihood '{likelihood}' "
-                f"takes logits. Return these, without the {what[1]} of its result).",
+                f"The model's outputs are probabilities: {reason[0]}. Likelihood '{likelihood}' "
+                f"takes logits. Return these, without the {reason[1]} of its result).",
                 stacklevel=3,
             )
 
@@ -218,9 +218,9 @@ class Task:
         x, y = detached(x, device), y.to(device)
         # Step 1: two examples whose labels tell the two ways apart.
         if splits_by_example(x, y):
-            which = self.telling_examples(y)
-            x, y = examples(x, which), y[which]
-            if not len(which):
+            index = self.telling_examples(y)
+            x, y = examples(x, index), y[index]
+            if not len(index):
                 return None
 
         def fits() -> None:

@@ -79,13 +79,13 @@ class PatchGram(Gram):
             image, axes = image[:, :, None], (Window(1, 1, 1, 1, 0, 0, axes[0].padding_mode), *axes)
         if len(axes) == 2 and self.groups == 1:
             y, x = axes
-            way = cheapest_way(len(image), image.shape[1], y, x, image.device.type)
-            if way != "unfold":
+            method = cheapest_method(len(image), image.shape[1], y, x, image.device.type)
+            if method != "unfold":
                 # A correlation holds sums of its own, from which blocks are assembled only once.
                 # Images of another size need another one.
-                if (y, x, way) not in self._correlations:
-                    self._correlations[y, x, way] = _Correlation(y, x, way)
-                self._correlations[y, x, way].add(image)
+                if (y, x, method) not in self._correlations:
+                    self._correlations[y, x, method] = _Correlation(y, x, method)
+                self._correlations[y, x, method].add(image)
                 return
         row = image.shape[1] * image.element_size()
         for window in axes:
@@ -102,8 +102,8 @@ class PatchGram(Gram):
 
     def total(self) -> Float[Tensor, "G d d"]:
         """The sum so far, features in the order (channels, *kernel)."""
-        ways = [self._unfolded, *self._correlations.values()]
-        totals = [way.total() for way in ways if way is not None]
+        sums = [self._unfolded, *self._correlations.values()]
+        totals = [one.total() for one in sums if one is not None]
         if not totals:
             return self.zeros()
         total = sum(totals[1:], totals[0])
@@ -111,8 +111,8 @@ class PatchGram(Gram):
         channels, number = self.size // math.prod(self._kernel), len(self._kernel)
         order = [number, *range(number)]
         apart = total.view(self.groups, *2 * (*self._kernel, channels))
-        found = apart.permute(0, *(1 + i for i in order), *(2 + number + i for i in order))
-        return found.reshape(total.shape)
+        permuted = apart.permute(0, *(1 + i for i in order), *(2 + number + i for i in order))
+        return permuted.reshape(total.shape)
 
 
 class _Product(NamedTuple):
@@ -136,9 +136,9 @@ class _Correlation:
     (all − M_a) × (all − M_b), of which the first, all × all, is common to all blocks at that lag.
     """
 
-    def __init__(self, y: Window, x: Window, way: str) -> None:
-        """Empty sums; ``way`` is "shifts" or "frequencies"."""
-        self._y, self._x, self._way = y, x, way
+    def __init__(self, y: Window, x: Window, method: str) -> None:
+        """Empty sums; ``method`` is "shifts" or "frequencies"."""
+        self._y, self._x, self._method = y, x, method
         self._sums: dict[_Product, Tensor] = {}
         self._border: dict[int, Tensor] = {}  # see `_Border`
         self._spectra: dict[int, tuple[Tensor, Tensor]] = {}  # lag dy -> its sums by frequency
@@ -150,7 +150,7 @@ class _Correlation:
         image = image if y.padding_mode == "constant" else pad(image, y, x)
         P = image.permute(2, 0, 3, 1)  # (H, N, W, C)
         # Step 1: all rows and columns, at all lags.
-        if self._way == "shifts":
+        if self._method == "shifts":
             self._add_shifted(P)
         else:
             self._add_spectra(P)
@@ -159,11 +159,11 @@ class _Correlation:
         if not border.products:
             return
         index = _index(border.pixels, P.device)
-        taken = P.movedim(2, 1).flatten(0, 1).index_select(0, index)  # (pixels, N, C)
+        pixels = P.movedim(2, 1).flatten(0, 1).index_select(0, index)  # (pixels, N, C)
         start = 0
         for size, keys in border.products.items():
             end = start + 2 * len(keys) * size
-            here, there = taken[start:end].view(2, len(keys), -1, taken.shape[-1])
+            here, there = pixels[start:end].view(2, len(keys), -1, pixels.shape[-1])
             self._border[size] = _added(self._border.get(size), here, there)
             start = end
 
@@ -221,8 +221,8 @@ class _Correlation:
             imaginary = imaginary if dy else imaginary - imaginary.mT
             waves = _waves(x, real.dtype, real.device)
             by_lag = torch.addmm(waves.cosines @ real.flatten(1), waves.sines, imaginary.flatten(1))
-            for dx, found in zip(_lags_of(x), by_lag.view(-1, *real.shape[1:]), strict=True):
-                sums[_Product(None, dy, None, dx)] = found
+            for dx, of_lag in zip(_lags_of(x), by_lag.view(-1, *real.shape[1:]), strict=True):
+                sums[_Product(None, dy, None, dx)] = of_lag
         # Step 3: the block of each pair of offsets, (all − M_a) × (all − M_b): what the rows miss
         # and what the columns miss is subtracted; what both miss has then been subtracted twice.
         like = sums[_Product(None, 0, None, 0)]
@@ -231,18 +231,18 @@ class _Correlation:
             for a, b in product(_paired(y, dy), _paired(x, dx)):
                 block = sums[_Product(None, dy, None, dx)]
                 for key, sign in (((a, None), -1), ((None, b), -1), ((a, b), 1)):
-                    taken = sums.get(_Product(key[0], dy, key[1], dx))
-                    block = block if taken is None else block + sign * taken
+                    missed = sums.get(_Product(key[0], dy, key[1], dx))
+                    block = block if missed is None else block + sign * missed
                 total[a, b, :, a + dy, b + dx] = block
         # Only lags that lead to a later offset were computed: the blocks below the diagonal are the
         # transposed ones above.
-        found = total.view(1, y.kernel * x.kernel * len(like), -1)
-        mirror_upper_half_(found)
-        return found
+        gram = total.view(1, y.kernel * x.kernel * len(like), -1)
+        mirror_upper_half_(gram)
+        return gram
 
 
 @lru_cache(maxsize=1024)
-def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str) -> str:
+def cheapest_method(examples: int, channels: int, y: Window, x: Window, device: str) -> str:
     """The way with the fewest multiplications, counting OVERHEAD for each product, and COPY."""
     features = y.kernel * x.kernel * channels
     overhead = OVERHEAD.get(device, OVERHEAD["cuda"])
@@ -260,11 +260,11 @@ def cheapest_way(examples: int, channels: int, y: Window, x: Window, device: str
             transform = 2 * frequencies * pixels * len(y.content) // channels
             products = [(4 if dy else 3) * frequencies * H for dy, H in enumerate(heights)]
             sums["frequencies"] = [transform, *products]
-        for way, whole in sums.items():
-            cost[way] = sum(n * examples * channels**2 + overhead for n in [*border, *whole])
+        for method, whole in sums.items():
+            cost[method] = sum(n * examples * channels**2 + overhead for n in [*border, *whole])
             # Both sides of each product, picked one by one: twice the price of patches in order.
-            cost[way] += sum(border) * examples * channels * 4 * copy
-    return min(cost, key=lambda way: cost[way])
+            cost[method] += sum(border) * examples * channels * 4 * copy
+    return min(cost, key=lambda method: cost[method])
 
 
 def _lags(y: Window, x: Window) -> Iterator[tuple[int, int]]:
@@ -316,12 +316,12 @@ def _missed(window: Window, lag: int) -> list[tuple[int | None, Entries]]:
     """
     shift, size = lag * window.dilation, len(window.content)
     partnered = range(max(0, -shift), max(0, size - max(0, shift)))
-    found: list[tuple[int | None, Entries]] = [(None, partnered)]
+    by_offset: list[tuple[int | None, Entries]] = [(None, partnered)]
     for offset in _paired(window, lag):
-        seen = window.entries_at(offset)
-        missed = tuple(v for v in partnered if v + window.content.start not in seen)
-        found += [(offset, missed)] if missed else []
-    return found
+        entries = window.entries_at(offset)
+        missed = tuple(v for v in partnered if v + window.content.start not in entries)
+        by_offset += [(offset, missed)] if missed else []
+    return by_offset
 
 
 @lru_cache(maxsize=1024)

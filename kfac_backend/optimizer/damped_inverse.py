@@ -176,11 +176,11 @@ def _precondition(inverse: Inverse, G: Tensor) -> Tensor:
     return V.reshape(G.shape).to(G.dtype)
 
 
-def diverging(what: str) -> FloatingPointError:
+def diverging(quantity: str) -> FloatingPointError:
     """The error for something that is not finite in a step of training."""
     return FloatingPointError(
-        f"{what} is not finite: the training diverges. Lower the learning rate, raise the damping, "
-        "warm the learning rate up, or set kl_clip."
+        f"{quantity} is not finite: the training diverges. Lower the learning rate, raise the "
+        "damping, warm the learning rate up, or set kl_clip."
     )
 
 

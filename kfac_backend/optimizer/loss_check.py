@@ -100,6 +100,7 @@ def _weighs_classes(g: Tensor, d: Tensor, y: Tensor, tolerance: float) -> bool:
         return False
     zeros = s.new_zeros(len(classes))
     least, largest = (
-        zeros.scatter_reduce(0, y, s, how, include_self=False) for how in ("amin", "amax")
+        zeros.scatter_reduce(0, y, s, reduction, include_self=False)
+        for reduction in ("amin", "amax")
     )
     return bool((largest - least <= tolerance * largest).all())

@@ -278,7 +278,9 @@ class KfacPreconditioner:
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
             of_blocks = {name: block.constants for name, block in self._blocks.items()}
-            self._constants |= {name: which for name, which in of_blocks.items() if any(which)}
+            self._constants |= {
+                name: entries for name, entries in of_blocks.items() if any(entries)
+            }
         if self._step % options.update_every == 0 or self._blocks.keys() - self._owners.keys():
             self._inverses = self._new_inverses()
         with torch.no_grad():
@@ -418,11 +420,11 @@ class KfacPreconditioner:
         """Raise the error of `load_state_dict` if the state does not fit."""
         check_keys("KfacPreconditioner", state, STATE)
         theirs, ours = state["made_with"], self._made_with()
-        for what in dict.fromkeys([*ours, *theirs]):
-            if theirs.get(what) != ours.get(what):
+        for name in dict.fromkeys([*ours, *theirs]):
+            if theirs.get(name) != ours.get(name):
                 raise ValueError(
-                    f"The state is of another optimiser or K-FAC: {what} is {theirs.get(what)} "
-                    f"there and {ours.get(what)} here. Load it with the model and the options that "
+                    f"The state is of another optimiser or K-FAC: {name} is {theirs.get(name)} "
+                    f"there and {ours.get(name)} here. Load it with the model and the options that "
                     "it was saved with."
                 )
         for name, tensors in [*state["blocks"].items(), *state["inverses"].items()]:

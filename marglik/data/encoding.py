@@ -35,7 +35,7 @@ class TableEncoding:
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the inputs."""
-        values = [f"{column}_{value}" for column, of in self.texts.items() for value in of]
+        values = [f"{column}_{value}" for column, texts in self.texts.items() for value in texts]
         return (*self.numbers, *values, *map(indicator, self.missing))
 
     def encode(self, frame: Any, name: str) -> Tensor:

@@ -57,8 +57,8 @@ class TensorFile(DataSource):
                 "again."
             ) from error
         # All names must be known: a misspelt x_validation would silently be left out.
-        wanted = {*REQUIRED, *(OPTIONAL if {*OPTIONAL} & tensors.keys() else ())}
-        if tensors.keys() != wanted:
+        expected = {*REQUIRED, *(OPTIONAL if {*OPTIONAL} & tensors.keys() else ())}
+        if tensors.keys() != expected:
             raise ValueError(
                 f"'{self.path}' holds {', '.join(sorted(tensors)) or 'nothing'}; it needs "
                 f"{', '.join(REQUIRED)}, and may have {' and '.join(OPTIONAL)}. Save, rename or "
@@ -67,10 +67,10 @@ class TensorFile(DataSource):
         if self.path.suffix == ".npz":  # of which float64 is the usual type
             for name, tensor in tensors.items():
                 if tensor.is_floating_point():
-                    what = f"'{self.path}': {name}"
-                    tensors[name] = torch.from_numpy(in_float32(what, tensor.double().numpy()))
+                    subject = f"'{self.path}': {name}"
+                    tensors[name] = torch.from_numpy(in_float32(subject, tensor.double().numpy()))
         train, validation, test = (
-            (tensors[f"x_{split}"], tensors[f"y_{split}"]) if f"x_{split}" in wanted else None
+            (tensors[f"x_{split}"], tensors[f"y_{split}"]) if f"x_{split}" in expected else None
             for split in ("train", "validation", "test")
         )
         assert train is not None and test is not None
@@ -95,7 +95,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         return {name: torch.from_numpy(arrays[name]) for name in arrays}
 
 
-def in_float32(what: str, values: np.ndarray) -> np.ndarray:
+def in_float32(subject: str, values: np.ndarray) -> np.ndarray:
     """Float64 values in float32, as networks compute; what is not finite stays so.
 
     Raises:
@@ -111,7 +111,7 @@ def in_float32(what: str, values: np.ndarray) -> np.ndarray:
     lost = np.abs(rounded - values).max()
     if not np.isfinite(lost) or (not is_constant and (lost > 0.01 * std or std < TINY)):
         raise ValueError(
-            f"{what} has values from {values.min():.6g} to {values.max():.6g}, with a standard "
+            f"{subject} has values from {values.min():.6g} to {values.max():.6g}, with a standard "
             f"deviation of {std:.3g}. float32, in which networks compute, has seven digits and "
             "reaches from 1e-38 to 3e38: it would lose them. Subtract their mean, or divide them "
             "by a number, beforehand."

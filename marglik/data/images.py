@@ -291,10 +291,10 @@ class ClassSubset(DataSource):
         return whole and self._of_classes(whole)
 
     def _of_classes(self, splits: Splits) -> Splits:
-        there = splits.classes or ()
-        if unknown := [name for name in self.classes if name not in there]:
-            raise ValueError(f"{splits.name} has no class {unknown}, but {list(there)}.")
-        indices = torch.tensor([there.index(name) for name in self.classes])
+        names = splits.classes or ()
+        if unknown := [name for name in self.classes if name not in names]:
+            raise ValueError(f"{splits.name} has no class {unknown}, but {list(names)}.")
+        indices = torch.tensor([names.index(name) for name in self.classes])
 
         def some(part: Pair) -> Pair:
             # Which of these classes each image has; at most one.
@@ -332,8 +332,8 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
         from PIL import Image
 
     pixels, size, is_grey = np.empty((0, 0, 0, 0), dtype=np.uint8), (0, 0), True
-    shown = tqdm(files, unit="image", disable=None)
-    for i, (file, name) in enumerate(zip(shown, names, strict=True)):
+    progress = tqdm(files, unit="image", disable=None)
+    for i, (file, name) in enumerate(zip(progress, names, strict=True)):
         try:
             with Image.open(file, formats=FORMATS) as image:
                 decoded, mode, (W, H) = np.asarray(image.convert("RGB")), image.mode, image.size

@@ -76,19 +76,19 @@ def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistrib
     images = tensors_in(test)[0]
     if images.dtype != torch.uint8 or images.dim() != 4:
         raise ValueError(f"{name} holds no images; out-of-distribution data must be images.")
-    shape, wanted = tuple(images.shape[1:]), like.image_shape
-    if shape == wanted:
+    shape, target = tuple(images.shape[1:]), like.image_shape
+    if shape == target:
         return OutOfDistributionImages(images, name, None)
-    if shape[0] != wanted[0] and {shape[0], wanted[0]} != {1, 3}:
+    if shape[0] != target[0] and {shape[0], target[0]} != {1, 3}:
         raise ValueError(
-            f"{name} has images of {shape[0]} channels and {like.name} of {wanted[0]}; "
+            f"{name} has images of {shape[0]} channels and {like.name} of {target[0]}; "
             "supported are equal numbers, greyscale to RGB (1 to 3) and RGB to greyscale (3 to 1). "
             "Choose another source, or convert its images beforehand."
         )
     # In parts, as floating point takes four times as much memory.
-    images = torch.cat([_reshaped(part, wanted) for part in images.split(256)])
-    change = "converted" if shape[1:] == wanted[1:] else "resized"
-    before, after = (f"{height}x{width}x{channels}" for channels, height, width in (shape, wanted))
+    images = torch.cat([_reshaped(part, target) for part in images.split(256)])
+    change = "converted" if shape[1:] == target[1:] else "resized"
+    before, after = (f"{height}x{width}x{channels}" for channels, height, width in (shape, target))
     return OutOfDistributionImages(images, name, f"{change} from {before} to {after}")
 
 

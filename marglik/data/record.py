@@ -119,8 +119,8 @@ def num_seen(splits: Splits, record: dict[str, Any] | None) -> int | None:
     if is_own_test(splits, record):
         return 0
     text = b64decode(record["seen"])
-    seen = {text[i : i + SUM_BYTES] for i in range(0, len(text), SUM_BYTES)}
-    return sum(of_one in seen for of_one in _sums_of(splits.test))
+    trained_on = {text[i : i + SUM_BYTES] for i in range(0, len(text), SUM_BYTES)}
+    return sum(of_one in trained_on for of_one in _sums_of(splits.test))
 
 
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:

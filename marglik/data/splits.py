@@ -93,13 +93,13 @@ class Splits:
                     f"{self.name}: x_{split} has {len(x)} examples and y_{split} {len(y)}; each "
                     "input needs one target."
                 )
-            for which, values, trained_on in zip("xy", pair, self.train, strict=True):
-                check_values(f"{self.name}: {which}_{split}", values)
+            for letter, values, trained_on in zip("xy", pair, self.train, strict=True):
+                check_values(f"{self.name}: {letter}_{split}", values)
                 # A network that takes one split's examples must take the others', too.
                 if described(values) != described(trained_on):
                     raise ValueError(
-                        f"{self.name}: {which}_{split} has examples of {described(values)}, but "
-                        f"{which}_train of {described(trained_on)}; all splits must agree."
+                        f"{self.name}: {letter}_{split} has examples of {described(values)}, but "
+                        f"{letter}_train of {described(trained_on)}; all splits must agree."
                     )
             if self.classes is not None:
                 self._check_labels(f"y_{split}", y, len(self.classes))
@@ -183,10 +183,10 @@ def tensors_in(part: Pair) -> list[Tensor]:
     return [*(getattr(x, field.name) for field in fields(x)), y]
 
 
-def take(part: Pair, which: Tensor) -> Pair:
+def take(part: Pair, indices: Tensor) -> Pair:
     """The examples with the given indices (M,), in that order."""
     x, y = part
-    return x[which], y[which]
+    return x[indices], y[indices]
 
 
 def check_values(name: str, values: Inputs) -> None:

@@ -35,8 +35,8 @@ class FittedWeights:
 
         ``parameters`` are the values of the trainable ones, converted already.
         """
-        here = weights_of(model)
-        moved = {name: value.to(here[name]) for name, value in self.values.items()}
+        current = weights_of(model)
+        moved = {name: value.to(current[name]) for name, value in self.values.items()}
         self.values = moved | dict(parameters)
 
     def check(self, model: nn.Module, *, by_value: bool) -> None:
@@ -46,13 +46,15 @@ class FittedWeights:
             model: the network.
             by_value: see `Posterior.check_weights`.
         """
-        here = weights_of(model)
-        seen = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in here.values()]
-        is_same = not by_value and seen == self._compared[0]
-        for name in dict.fromkeys([*here, *self.values]):
+        current = weights_of(model)
+        versions = [
+            (id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in current.values()
+        ]
+        is_same = not by_value and versions == self._compared[0]
+        for name in dict.fromkeys([*current, *self.values]):
             if is_same and not name.endswith(STATISTICS):  # of which BatchNorm counts no version
                 continue
-            now, fitted = here.get(name), self.values.get(name)
+            now, fitted = current.get(name), self.values.get(name)
             if now is None or fitted is None or not torch.equal(now.detach().to(fitted), fitted):
                 raise ValueError(
                     f"{type(model).__name__} no longer has the weights that the posterior was "
@@ -60,7 +62,7 @@ class FittedWeights:
                     "or go back with model.load_state_dict(posterior.fitted_weights(), "
                     "strict=False)."
                 )
-        self._compared = seen, list(here.values())
+        self._compared = versions, list(current.values())
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -72,8 +74,8 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The trainable parameters and running statistics, by name; of a sharded model local parts."""
     named = trainable_parameters(model)
-    here = {name: local_part(p) if is_part(p) else p for name, p in named.items()}
-    return running_statistics(model) | here
+    current = {name: local_part(p) if is_part(p) else p for name, p in named.items()}
+    return running_statistics(model) | current
 
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:

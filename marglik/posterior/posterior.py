@@ -160,8 +160,8 @@ class Posterior:
         is proved of the model need not be proved anew. See `CurvaturePass.factors_of`."""
 
     def __repr__(self) -> str:
-        seen = "" if self.sample_size is None else f"{self.sample_size} of "
-        fitted = f"fitted to {seen}{self.n_data} examples"
+        sample = "" if self.sample_size is None else f"{self.sample_size} of "
+        fitted = f"fitted to {sample}{self.n_data} examples"
         fitted = "not fitted" if self._curvature is None else fitted
         return (
             f"{type(self).__name__}({type(self.model).__name__}, '{self.likelihood}', "
@@ -366,7 +366,7 @@ class Posterior:
                     progress=progress_bar,
                     process_group=self.ranks.process_group,
                 )
-        seen = int(curvature.num_data)
+        num_seen = int(curvature.num_data)
         if stands_for is not None:
             curvature = replace(curvature * (stands_for / curvature.num_data), num_data=stands_for)
         if adds:
@@ -375,7 +375,7 @@ class Posterior:
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
-        self._take(curvature, None if stands_for is None else seen)
+        self._take(curvature, None if stands_for is None else num_seen)
 
     def gather(self) -> None:
         """Bring all factors to all ranks, for what one of them does alone; collective.

@@ -137,7 +137,7 @@ def load_posterior(
     frozen_sum = record["frozen_sha256"]
     base = tensors_of_others(model, delta) if frozen_sum else {}
     path = Path(folder) / MODEL
-    state, _ = read_tensors(path, what="weights")
+    state, _ = read_tensors(path, kind="weights")
     check_state(model, state | base, str(path))
     if frozen_sum and _sum_of_base(model, base) != frozen_sum:
         raise ValueError(

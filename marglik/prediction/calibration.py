@@ -219,11 +219,11 @@ class HeldOut:
                 outputs, of_outputs = f[None], none
             else:
                 outputs, of_outputs = f + scale.sqrt() * sampled, scale * variance
-            found = negative_log_scores(
+            losses = negative_log_scores(
                 outputs / temperature, of_outputs / temperature**2, self.targets, likelihood, sigma,
                 None if scale is None else weights, label_noise,
             )  # fmt: skip
-            return found.sum() / len(f)
+            return losses.sum() / len(f)
 
         return loss
 
@@ -266,32 +266,32 @@ def collected(
         task.look_at(f)
         f, y = f.flatten(0, -2), y.flatten(0, f.dim() - 2)  # (M, C), (M,) or (M, C)
         if counted is not None:
-            which = counted.flatten().to(f.device)
-            spread = spread if len(spread) < len(f) else spread[which]
-            f, y = f[which], y[which]
+            is_counted = counted.flatten().to(f.device)
+            spread = spread if len(spread) < len(f) else spread[is_counted]
+            f, y = f[is_counted], y[is_counted]
         return f.cpu(), spread.cpu(), y.cpu()
 
-    found: list[tuple[Tensor, ...]] = []
-    seen, stride = 0, 1
+    chosen: list[tuple[Tensor, ...]] = []
+    num_seen, stride = 0, 1
     parts = gathered(of_batch, batches, options, "Calibrating", progress, ranks)
     for f, spread, y in parts:
         # Variances count as much as covariances, so that a link is calibrated on the same terms
         # whatever other links are asked for.
         most = max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * (samples or f.shape[1])))
-        kept = (torch.arange(seen, seen + len(f)) % stride) == 0
-        seen += len(f)
-        found.append((f[kept], spread[kept], y[kept]))
+        is_chosen = (torch.arange(num_seen, num_seen + len(f)) % stride) == 0
+        num_seen += len(f)
+        chosen.append((f[is_chosen], spread[is_chosen], y[is_chosen]))
         # Two numbers need no more terms than this: when there are more, keep every second one, of
         # the later batches as well.
-        while sum(len(y) for *_, y in found) > most:
+        while sum(len(y) for *_, y in chosen) > most:
             stride *= 2
-            found = [tuple(torch.cat(column)[::2] for column in zip(*found, strict=True))]
-    if not sum(len(y) for *_, y in found):
+            chosen = [tuple(torch.cat(column)[::2] for column in zip(*chosen, strict=True))]
+    if not sum(len(y) for *_, y in chosen):
         raise ValueError(
             "There is nothing to calibrate with: the held-out data has no batch, or no target "
             "that counts."
         )
-    f, spread, y = (torch.cat(column) for column in zip(*found, strict=True))
+    f, spread, y = (torch.cat(column) for column in zip(*chosen, strict=True))
     return f, spread, y
 
 
@@ -327,13 +327,13 @@ def calibrate(
     ]
     # The seed of the search: s and τ are best for its samples, others add their sampling error.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
-    state, found = generator.get_state(), []
+    state, predictives = generator.get_state(), []
     # Where nothing is calibrated, ε is the likelihood's own. Both from the same samples.
     plain = Calibration(label_noise=label_noise_of(posterior.likelihood, None))
     for calibration in (plain, fit.calibration):
         generator.set_state(state)
-        found.append(laplace_predictive(posterior, config, generator, calibration))
-    uncalibrated, predict = found
+        predictives.append(laplace_predictive(posterior, config, generator, calibration))
+    uncalibrated, predict = predictives
     return CalibratedPredictive(**vars(predict), uncalibrated=uncalibrated, fit=fit)
 
 
@@ -363,12 +363,12 @@ def calibrations_of(
     config = config.for_posterior(posterior)
     methods = [config.method] if config.method == "linearised" else links
     held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks, links=methods)
-    if (few := len(held_out.f)) < FEWEST_TERMS and ranks.rank == 0:
+    if (number := len(held_out.f)) < FEWEST_TERMS and ranks.rank == 0:
         _logger.warning(
             "calibrated on %d held-out loss terms, which are too few to say how confident to be. "
             "Hold out %d or more, better some hundred (held_out, or the data's validation set), or "
             "do not calibrate (predictive.calibration none).",
-            few, FEWEST_TERMS,
+            number, FEWEST_TERMS,
         )  # fmt: skip
     fits = {}
     for method in methods:
@@ -413,8 +413,8 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     # Step 1: τ and ε alone, the temperature-scaled MAP.
     of_map, at_map = _least_at_scale(held_out, loss, 0.0)
     # Step 2: s and the others from several starts on a part, then from the best on all terms.
-    few = held_out.some(ROUGH_TERMS)
-    starts = [_least(few, few.loss(link, noise), [math.log(s), *at_map]) for s in STARTS]
+    subset = held_out.some(ROUGH_TERMS)
+    starts = [_least(subset, subset.loss(link, noise), [math.log(s), *at_map]) for s in STARTS]
     of_all, (log_scale, *others) = _least(held_out, loss, min(starts)[1])
     # Step 3: if the covariance does not help, the MAP is the simpler predictive.
     best = (math.exp(log_scale), others) if of_all < of_map else (0.0, at_map)
@@ -531,7 +531,7 @@ def _least(
         )
     # scipy's own tolerances stop where two starts, or two roundings, still differ by per cents.
     tolerances = {"ftol": 1e-13, "gtol": 1e-9}
-    found: Any = minimize(
+    minimum: Any = minimize(
         objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=tolerances
     )
-    return float(found.fun), found.x.tolist()
+    return float(minimum.fun), minimum.x.tolist()

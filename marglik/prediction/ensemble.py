@@ -173,7 +173,7 @@ class Ensemble:
                 f"No ensemble in {folder} ({ENSEMBLE} is missing); marglik train --members 5 "
                 "writes one."
             )
-        tensors, _ = read_tensors(Path(folder) / MEMBERS, what="ensembles")
+        tensors, _ = read_tensors(Path(folder) / MEMBERS, kind="ensembles")
         models = []
         for k in range(record["members"]):
             prefix = f"{k}/"

@@ -336,21 +336,25 @@ def _checked(
     variance = prediction.total.detach().cpu().double()
     y = y.double() if kind == "continuous" else y
     # Numbers may have a noise of their own, which their variances lack so far.
-    seen, with_noise, _ = likelihood.observed(
+    observed, with_noise, _ = likelihood.observed(
         y, variance.expand_as(mean) if kind == "continuous" else mean
     )
-    if mean.dim() != 2 or not mean.numel() or seen.shape != mean.shape[: 1 if is_classes else 2]:
-        wanted = "(N, C) and (N,)" if is_classes else "(N, C) and (N, C)"
+    if (
+        mean.dim() != 2
+        or not mean.numel()
+        or observed.shape != mean.shape[: 1 if is_classes else 2]
+    ):
+        expected = "(N, C) and (N,)" if is_classes else "(N, C) and (N, C)"
         raise ValueError(
-            f"Predictions have shape {tuple(mean.shape)}, targets {tuple(seen.shape)}; expected "
-            f"{wanted}, of at least one example."
+            f"Predictions have shape {tuple(mean.shape)}, targets {tuple(observed.shape)}; "
+            f"expected {expected}, of at least one example."
         )
     if kind == "continuous":
         for name, values in (("means", mean), ("targets", y), ("variances", with_noise)):
             _refuse(values[~values.isfinite()], f"The {name} include {{}}; expected finite ones.")
         _refuse(with_noise[with_noise <= 0], "The variances include {}; expected positive ones.")
         return mean, y, variance.expand_as(mean)
-    y = seen
+    y = observed
     rounding = max(1e-3, 4 * torch.finfo(prediction.mean.dtype).eps)
     is_p = (mean >= 0) & (mean <= 1 + rounding)  # NaN is neither
     sums = mean.sum(dim=1) if is_classes else mean.new_ones(1)
@@ -363,8 +367,8 @@ def _checked(
     if is_classes and (y.is_floating_point() or y.dtype == torch.bool):
         raise TypeError(f"Labels have dtype {y.dtype}; expected class indices, int64.")
     wrong = (y < 0) | (y >= mean.shape[1]) if is_classes else (y != 0) & (y != 1)
-    wanted = f"0 to {mean.shape[1] - 1}, the predictive's classes" if is_classes else "0 or 1"
-    _refuse(y[wrong], f"The targets include {{}}; expected {wanted}. Leave such examples out.")
+    expected = f"0 to {mean.shape[1] - 1}, the predictive's classes" if is_classes else "0 or 1"
+    _refuse(y[wrong], f"The targets include {{}}; expected {expected}. Leave such examples out.")
     return mean.clamp(max=1.0), y.long() if is_classes else y.double(), mean
 
 

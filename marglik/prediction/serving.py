@@ -154,7 +154,7 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
         NotImplementedError: a posterior or a network that can't be served so, and why.
     """
     name = last_layer(laplace.model, x)
-    layer, what = laplace.model.get_submodule(name), type(laplace.model).__name__
+    layer, network = laplace.model.get_submodule(name), type(laplace.model).__name__
     if laplace.structure != "kron":
         raise NotImplementedError(
             f"A posterior of structure {laplace.structure!r} has no module to serve; fit one of "
@@ -162,7 +162,7 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
         )
     if type(layer) not in SERVED_LAYERS or getattr(layer, "groups", 1) > 1:
         raise NotImplementedError(
-            f"The last layer of {what}, '{name}', is {type(layer).__name__}, or has groups, and "
+            f"The last layer of {network}, '{name}', is {type(layer).__name__}, or has groups, and "
             f"has no module to serve. {WAY_OUT}"
         )
     names = {id(p): of_model for of_model, p in laplace.model.named_parameters()}
@@ -173,7 +173,7 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
     model = deepcopy(laplace.model, {id(layer): _WithVariances(deepcopy(layer), precision)})
     f, variance = laplace.output_distribution(x, "last", variance_only=True)
     refusal = NotImplementedError(
-        f"The outputs of {what} are not those of its last layer '{name}', or some of them, "
+        f"The outputs of {network} are not those of its last layer '{name}', or some of them, "
         f"and so their variances have no module to serve. {WAY_OUT}"
     )
     args, kwargs = arguments(model, detached(x, f.device))

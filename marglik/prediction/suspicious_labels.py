@@ -180,15 +180,15 @@ class TrainingProbabilities:
             return zip(loader.order, batches, strict=True)
         # A DataLoader yields batches in the order of its sampler, though workers read ahead. The
         # copy shares all but the sampler with it, and so draws the same random numbers.
-        noting, given = copy(loader), deque()
+        noting, keys_of_batches = copy(loader), deque()
 
         def noted() -> Iterator[Any]:
             for keys in loader.batch_sampler:
-                given.append(keys)
+                keys_of_batches.append(keys)
                 yield keys
 
         noting.__dict__["batch_sampler"] = noted()
-        return ((self._indices(given.popleft()), batch) for batch in noting)
+        return ((self._indices(keys_of_batches.popleft()), batch) for batch in noting)
 
     def _indices(self, keys: Any) -> Tensor | None:
         """A sampler's batch as indices (B,); None, and nothing is kept, if it has other keys."""

@@ -92,7 +92,7 @@ def in_one_sentence(
         of_plain: of the plain network.
         learned: what was learned.
     """
-    better, worse, shown = [], [], []
+    better, worse, phrases = [], [], []
     for field in MEASURES:
         if getattr(differences, field) is None:
             continue
@@ -106,15 +106,15 @@ def in_one_sentence(
             f"{factor * getattr(one, field):.{decimals}f}{percent}" for one in (metrics, of_plain)
         )
         ends = f"95 % interval {low:+.{decimals}f} to {high:+.{decimals}f}"
-        shown.append(f"{name} {here} instead of {there} ({change:+.{decimals}f}{unit}, {ends})")
-    who = _listed(learned)
-    who = f"{who[0].upper()}{who[1:]}"
-    if not shown:
-        return f"{who}: no verdict, as the test examples allow no interval of the differences."
+        phrases.append(f"{name} {here} instead of {there} ({change:+.{decimals}f}{unit}, {ends})")
+    subject = _listed(learned)
+    subject = f"{subject[0].upper()}{subject[1:]}"
+    if not phrases:
+        return f"{subject}: no verdict, as the test examples allow no interval of the differences."
     changes = [f"improved the {_listed(better)}"] if better else []
     changes += [f"worsened the {_listed(worse)}"] if worse else []
     verb = " and ".join(changes) or "gained nothing that the test data can show"
-    return f"{who} {verb} against the plain network: {'; '.join(shown)}."
+    return f"{subject} {verb} against the plain network: {'; '.join(phrases)}."
 
 
 def instability(losses: Sequence[float]) -> str:

@@ -51,8 +51,8 @@ class Chart:
     def description(self) -> str:
         """What it shows: its accessible name."""
         x, y = (self.layout[axis]["title"]["text"] for axis in ("xaxis", "yaxis"))
-        shown = ", ".join(row.header for row in self.table.rows[:12])
-        return f"{self.title}: {y} over {x}, of {shown}."
+        headers = ", ".join(row.header for row in self.table.rows[:12])
+        return f"{self.title}: {y} over {x}, of {headers}."
 
     @property
     def json(self) -> str:
@@ -194,7 +194,7 @@ def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
     """
     # All runs on one axis, so that they can be compared by eye.
     curves = {id(run): _weight_decays(run) for run in runs}
-    values = [value for of in curves.values() for curve in of for value in curve["y"]]
+    values = [value for group in curves.values() for curve in group for value in curve["y"]]
     logs = [math.log10(value) for value in values if value and 0 < value < math.inf] or [-1.0, 1.0]
     margin = 0.05 * (max(logs) - min(logs)) + 0.05
     axis = {"type": "log", "tickformat": "~g", "dtick": 1}

@@ -135,8 +135,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         FileNotFoundError: a folder that is not there.
     """
     if not folders or len({folder.resolve() for folder in folders}) < len(folders):
-        shown = ", ".join(map(str, folders)) or "none"
-        raise ValueError(f"Folders of runs: {shown}; pass one or several, each of them once.")
+        names = ", ".join(map(str, folders)) or "none"
+        raise ValueError(f"Folders of runs: {names}; pass one or several, each of them once.")
     names = [folder.resolve().name for folder in folders]
     names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
     labels = names if len(folders) > 1 else [""]

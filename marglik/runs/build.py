@@ -73,17 +73,17 @@ def build_fabric(
 
     if started == 1:
         return Fabric(accelerator=device.type, devices=1, precision=precision)
-    here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if device.type == "cuda" and here > gpus:
+    local_ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if device.type == "cuda" and local_ranks > gpus:
         raise ValueError(
-            f"torchrun has started {here} processes, and this machine has {gpus} GPU(s). Start "
-            f"{gpus} or less (--nproc-per-node), or pass --accelerator cpu."
+            f"torchrun has started {local_ranks} processes, and this machine has {gpus} GPU(s). "
+            f"Start {gpus} or less (--nproc-per-node), or pass --accelerator cpu."
         )
     backend = "nccl" if device.type == "cuda" else "gloo"
     fabric = Fabric(
         accelerator=device.type,
-        devices=here,
-        num_nodes=started // here,
+        devices=local_ranks,
+        num_nodes=started // local_ranks,
         strategy=DDPStrategy(process_group_backend=backend, timeout=RANK_TIMEOUT),
         precision=precision,
     )
@@ -155,8 +155,8 @@ def check_model(
             # One position and two outputs suffice to find uses that hooks cannot follow.
             first = torch.zeros(f.shape[:-1], dtype=torch.bool)
             first.view(len(f), -1)[:, 0] = True
-            few = torch.arange(min(2, f.shape[-1]))
-            OutputCovariance(model, precision)(x, first, few)
+            first_outputs = torch.arange(min(2, f.shape[-1]))
+            OutputCovariance(model, precision)(x, first, first_outputs)
 
 
 def _identities(factors: KroneckerFactors) -> KroneckerFactors:
@@ -168,7 +168,7 @@ def _identities(factors: KroneckerFactors) -> KroneckerFactors:
         return Factor(torch.diag_embed(ones))
 
     blocks = {
-        name: block.replace(**{which: identity(F) for which, F in block.factors.items()})
+        name: block.replace(**{letter: identity(F) for letter, F in block.factors.items()})
         for name, block in factors.blocks.items()
     }
     return replace(factors, blocks=blocks)

@@ -68,7 +68,7 @@ class PriorConfig(Schedule):
 
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of ``epochs`` epochs; never if the prior is fixed."""
-        own: dict[str, Any] = {of.name: getattr(self, of.name) for of in fields(Schedule)}
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Schedule)}
         own["epochs"] = epochs
         if self.method == "fixed":
             own["burn_in"] = epochs + 1

@@ -100,8 +100,8 @@ def evaluate_run(
         )
     laplace = load_posterior(path, network, device)
     ensemble = Ensemble.load(path, network) if (Path(path) / ENSEMBLE).exists() else None
-    asked = [predictive.method] if methods is None else methods
-    configs = [replace(predictive, method=method).for_posterior(laplace) for method in asked]
+    chosen = [predictive.method] if methods is None else methods
+    configs = [replace(predictive, method=method).for_posterior(laplace) for method in chosen]
     for config in configs or [None]:
         check_model(network, splits, None, laplace.likelihood, config)
     folder = Path(output or path)
@@ -148,20 +148,20 @@ def _calibrate(
     return {c.label: calibration_in_units(c.label, fits[c.label], splits) for c in unknown}
 
 
-def saved_object(path: str, given: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
-    """The network or data: as given, or as the folder's record says how to build it.
+def saved_object(path: str, passed: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
+    """The network or data: as passed, or as the folder's record says how to build it.
 
-    A class that is given by its name alone gets the arguments of the record, if that names it, too.
+    A class that is passed by its name alone gets the arguments of the record, if that names it.
     """
-    if isinstance(given, kind):
-        return given
+    if isinstance(passed, kind):
+        return passed
     spec = record.get(key)
-    if spec is None and given is None:
+    if spec is None and passed is None:
         option = "--model" if key == "model" else "--data"
         raise ValueError(f"{path} does not say how its {option[2:]} is built; pass {option}.")
-    if given is not None and given not in _classes_in(spec):
-        spec = {"class_path": given}
-    named = [] if given is None else [given]
+    if passed is not None and passed not in _classes_in(spec):
+        spec = {"class_path": passed}
+    named = [] if passed is None else [passed]
     return build_from_spec(kind, spec, named=named, folder=Path(path))
 
 

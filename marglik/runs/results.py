@@ -144,7 +144,7 @@ def suspicious_record(
     examples = []
     for i in range(min(labels.number, MOST_SUSPICIOUS)):
         # From a place among the judged, to one among the trained on, to one in the data.
-        here = int(counts[labels.index[i]])
+        position = int(counts[labels.index[i]])
         label, predicted = (
             str(int(k)) if splits.classes is None else splits.classes[int(k)]
             for k in (labels.label[i], labels.predicted[i])
@@ -152,8 +152,8 @@ def suspicious_record(
         wrong = None if labels.wrong is None else labels.wrong[i].item()
         image = None
         if splits.are_images:
-            image = data_uri(tensors_in(splits.train)[0][here], LARGEST_PICTURE)
-        index, score = int(train_indices[here]), labels.score[i].item()
+            image = data_uri(tensors_in(splits.train)[0][position], LARGEST_PICTURE)
+        index, score = int(train_indices[position]), labels.score[i].item()
         examples.append(SuspiciousLabel(index, label, predicted, score, wrong, image))
     return SuspiciousLabels(len(labels.index), labels.number, labels.agreement, examples)
 
@@ -170,7 +170,7 @@ def augmentation_record(model: nn.Module, splits: Splits) -> Augmentation | None
         )
     }
     images = tensors_in(splits.train)[0][:IMAGES_SHOWN].cpu()
-    mean, std = (torch.tensor(of).view(-1, 1, 1) for of in (splits.mean, splits.std))
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (splits.mean, splits.std))
     # What the network sees is normalised; what people see is not.
     copies = model.transformed(((images - mean) / std).to(model.ranges.device)).cpu()
     copies = (copies * std + mean).round().clamp(0, 255).to(torch.uint8)

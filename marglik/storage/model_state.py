@@ -120,15 +120,15 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
     if not path.is_file():
         raise FileNotFoundError(f"No checkpoint at {path}.")
     own = model.state_dict()
-    state, taken = _read_checkpoint(path), ""
+    state, prefixes = _read_checkpoint(path), ""
     while not own.keys() & state.keys():
         prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None)
         if prefix is None:
             break
         state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        taken += prefix
+        prefixes += prefix
     check_state(model, state, str(path), casts=True)
-    notes = [f"the prefix {taken!r} was removed from all names"] if taken else []
+    notes = [f"the prefix {prefixes!r} was removed from all names"] if prefixes else []
     cast = [name for name, tensor in state.items() if tensor.dtype != own[name].dtype]
     if cast:
         was, now = state[cast[0]].dtype, own[cast[0]].dtype
@@ -139,7 +139,7 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
 
 def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        return read_tensors(path, what="weights", of_others=True)[0]
+        return read_tensors(path, kind="weights", of_others=True)[0]
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever the broken file leads to

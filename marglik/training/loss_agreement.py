@@ -81,8 +81,8 @@ def warn_of_another_loss(
     rounding = torch.finfo(f.dtype).eps
     # Of some terms alone, where a vocabulary makes the gradients large: (M, C).
     some = slice(max(1, MOST_NUMBERS // f.shape[-1]))
-    y, few = y.flatten(0, f.dim() - 2)[some], f.detach().flatten(0, -2)[some]
-    ours = likelihood.gradient(at_least_float32(few), y).detach().double() * scale / count
+    y, first = y.flatten(0, f.dim() - 2)[some], f.detach().flatten(0, -2)[some]
+    ours = likelihood.gradient(at_least_float32(first), y).detach().double() * scale / count
     loops = gradient.flatten(0, -2)[some].double()
     # The gradient of a probability that is almost 0 or 1 is a difference of numbers close to 1.
     floor = 8 * rounding * scale / count * ours.numel() ** 0.5
@@ -93,7 +93,7 @@ def warn_of_another_loss(
     if same(loops, ours) or not (loops.isfinite().all() and ours.isfinite().all()):
         return
     factor = float((loops * ours).sum() / ours.square().sum())
-    what = "classes" if likelihood.has_labels else "targets"
+    unit = "classes" if likelihood.has_labels else "targets"
     if same(loops, factor * ours):
         difference = f"is {factor:.4g} times that of the likelihood"
         if any(abs(factor / number - 1) < TOLERANCE for number in (len(f), terms, 2 * len(f))):
@@ -107,7 +107,7 @@ def warn_of_another_loss(
             )
     elif ours.shape[1] > 1 and same(loops, _per_term(loops, ours) * ours):
         difference = (
-            f"counts some {what} more than others. Give the likelihood their weights, as in "
+            f"counts some {unit} more than others. Give the likelihood their weights, as in "
             "'classification(weights=[1, 2])' or \"weighted(of='regression')\""
         )
     elif smoothing := _smoothing(loops, ours, y, count / scale, same):

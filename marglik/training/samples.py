@@ -66,18 +66,18 @@ def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> 
     fisher, N, V = options.curvature.fisher, problem.num_data, problem.vectors
     if takes_all(options) or not state.steps[-1]:
         return CurvaturePlan(N, fisher)
-    is_exact, seen = fisher == "exact", float(N * state.epoch)
+    is_exact, num_seen = fisher == "exact", float(N * state.epoch)
     estimates = is_exact and V > 1
     if is_last:
-        if is_exact and (V * N <= FEW_VECTORS or sample_size(N, seen, V) == N):
+        if is_exact and (V * N <= FEW_VECTORS or sample_size(N, num_seen, V) == N):
             return CurvaturePlan(N, fisher)
     else:
         epochs, every = schedule.epochs or math.inf, schedule.every
         updates = schedule.updates if every is None else epochs // every
         estimates &= updates * (1 + 2 * V) > 3 * epochs
         if state.steps_at_update:
-            seen *= 1 - state.steps_at_update / state.steps[-1]
-    number = sample_size(N, seen, 1 if estimates else V)
+            num_seen *= 1 - state.steps_at_update / state.steps[-1]
+    number = sample_size(N, num_seen, 1 if estimates else V)
     if not is_last:
         number = min(N, max(number, state.measures.examples_for_gamma))
     return CurvaturePlan(number, "random_signs" if estimates else fisher)
@@ -109,17 +109,17 @@ def pass_of_update(
     return curvature, sampled(problem.loader, number, N, problem.ranks, state.epoch)
 
 
-def sample_size(num_data: int, seen: float, vectors: int) -> int:
+def sample_size(num_data: int, num_seen: float, vectors: int) -> int:
     """M, the number of examples of an update; N if that is all.
 
     By counts and not by clocks, since a run must repeat to the bit.
 
     Args:
         num_data: N.
-        seen: examples of the training steps since the last update.
+        num_seen: examples of the training steps since the last update.
         vectors: backward passes per example of the update. One takes twice a forward pass.
     """
-    return min(num_data, max(FEWEST, round(SHARE * seen * 3 / (1 + 2 * vectors))))
+    return min(num_data, max(FEWEST, round(SHARE * num_seen * 3 / (1 + 2 * vectors))))
 
 
 def examples_for_gamma(posterior: Posterior, gamma: Mapping[str, float]) -> int:

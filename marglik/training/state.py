@@ -431,10 +431,10 @@ class LearnerState:
 
         They are compared by value, as the loop may have loaded others since.
         """
-        here, posterior = parameter_vector(local_parts(problem.named.values())), self.posterior
-        is_current = posterior is not None and torch.equal(here, posterior.mean)
+        vector, posterior = parameter_vector(local_parts(problem.named.values())), self.posterior
+        is_current = posterior is not None and torch.equal(vector, posterior.mean)
         # Of sharded parameters each rank compares its own.
-        return not problem.ranks.any(not is_current, here.device)
+        return not problem.ranks.any(not is_current, vector.device)
 
     def set_decays(self, problem: Problem) -> None:
         """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""

@@ -96,7 +96,7 @@ def test_every_damaged_byte_is_noticed(tmp_path, of_others):
     for damage in damages:
         path.write_bytes(damage)
         try:
-            found, metadata = read_tensors(path, what="test's tensors", of_others=of_others)
+            found, metadata = read_tensors(path, kind="test's tensors", of_others=of_others)
         except ValueError as error:
             assert "is not a whole file of test's tensors" in str(error)
             continue
@@ -115,7 +115,7 @@ def test_the_same_tensors_are_the_same_bytes(tmp_path):
 def test_files_of_others(tmp_path):
     path = tmp_path / "x.safetensors"
     with pytest.raises(FileNotFoundError, match="No file of weights at"):
-        read_tensors(path, what="weights")
+        read_tensors(path, kind="weights")
     save_file(tensors(), path)
     with pytest.raises(ValueError, match="no checksum"):
         read_tensors(path)

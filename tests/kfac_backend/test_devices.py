@@ -141,7 +141,7 @@ def test_patches_have_the_same_gram_matrix_by_every_way(way, monkeypatch):
     images = torch.randn(5, 6, 9, 8, dtype=torch.float64)
 
     def total(device, way):
-        monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
+        monkeypatch.setattr(patch_gram, "cheapest_method", lambda *a: way)
         gram = patch_gram.PatchGram(layer.weight.to(device), (3, 3))
         for some in images.to(device).split(3):
             gram.add_images(some, *windows(layer, some))

@@ -58,17 +58,17 @@ def gradients_of_examples(
     maps, of_batch = alone and not differentiable, None
     size = max(1, entries // max(1, num_vectors * sum(leaf.numel() for leaf in leaves.values())))
     for start in range(0, N if names else 0, size):
-        which = slice(start, min(start + size, N))
-        v = vectors(which).to(f.dtype)
+        subset = slice(start, min(start + size, N))
+        v = vectors(subset).to(f.dtype)
         # First choice: all of the slice at once, by torch's map over examples.
-        mapped = _mapped(model, leaves, examples(x, which), v) if maps else None
-        if mapped is not None and (model.training or close(f[which].detach(), mapped[0])):
-            yield which, mapped[1]
+        mapped = _mapped(model, leaves, examples(x, subset), v) if maps else None
+        if mapped is not None and (model.training or close(f[subset].detach(), mapped[0])):
+            yield subset, mapped[1]
             continue
         maps = False
         # Otherwise a call for each example; or one for all, of a model that takes no single ones.
         gradients = []  # of each example and vector, in their order
-        for n in range(which.start, which.stop):
+        for n in range(subset.start, subset.stop):
             f_n = _output(model, leaves, examples(x, slice(n, n + 1))) if alone else None
             if f_n is None or not (model.training or close(f[n : n + 1].detach(), f_n)):
                 alone = False
@@ -77,7 +77,7 @@ def gradients_of_examples(
                     f_n = of_batch[n : n + 1]
             gradients += [_gradients(f_n, leaves, w[None], differentiable) for w in v[n - start]]
         yield (
-            which,
+            subset,
             {
                 name: torch.stack(of_name).unflatten(0, v.shape[:2])
                 for name, of_name in zip(names, zip(*gradients, strict=True), strict=True)

@@ -69,9 +69,12 @@ class RecurrentByParts(LayerByParts):
         """Maps of the inputs, the states and an LSTM's projection, by layer and direction."""
         linear_maps: dict[str, LinearPart] = {}
         for suffix in _suffixes(layer):
-            for name, kind, which in (("inputs", LinearPart, "ih"), ("states", PastPart, "hh")):
-                bias = f"bias_{which}{suffix}" if layer.bias else None
-                linear_maps[name + suffix] = kind(layer, f"weight_{which}{suffix}", bias)
+            for name, kind, letters in (
+                ("inputs", LinearPart, "ih"),
+                ("states", PastPart, "hh"),
+            ):
+                bias = f"bias_{letters}{suffix}" if layer.bias else None
+                linear_maps[name + suffix] = kind(layer, f"weight_{letters}{suffix}", bias)
             if layer.proj_size:
                 linear_maps["projected" + suffix] = PastPart(layer, f"weight_hr{suffix}")
         return linear_maps
@@ -241,8 +244,8 @@ def _packed(x: Float[Tensor, "N T d"], lengths: Tensor, like: PackedSequence) ->
     return PackedSequence(pack_padded_sequence(x, lengths.cpu(), True).data, *like[1:])
 
 
-def _needs_batch(layer: nn.Module, x: Tensor, what: str) -> ValueError:
+def _needs_batch(layer: nn.Module, x: Tensor, request: str) -> ValueError:
     return ValueError(
         f"nn.{type(layer).__name__} got an input of shape {tuple(x.shape)}; the curvature needs a "
-        f"batch {what}."
+        f"batch {request}."
     )

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kfac_backend.layers import patch_gram
-from kfac_backend.layers.patch_gram import PatchGram, cheapest_way
+from kfac_backend.layers.patch_gram import PatchGram, cheapest_method
 from kfac_backend.layers.window import patch_sums, windows
 from tests.kfac_backend.layers.test_convolutions import layers
 
@@ -41,7 +41,7 @@ def possible(way, layer):
 
 def gram(layer, images, way, monkeypatch):
     """The Gram matrix of all images' patches, by one way alone."""
-    monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
+    monkeypatch.setattr(patch_gram, "cheapest_method", lambda *a: way)
     total = PatchGram(layer.weight.double(), layer.kernel_size)
     for image in images:
         total.add_images(image, *windows(layer, image))
@@ -93,7 +93,7 @@ def test_borders_matter(way, monkeypatch):
 def test_sizes_may_change_and_totals_be_asked_for_in_between(way, monkeypatch):
     layer = nn.Conv2d(3, 2, 3, padding=1)
     images = [torch.randn(2, 3, size, 6, dtype=torch.float64) for size in (5, 7, 7, 5)]
-    monkeypatch.setattr(patch_gram, "cheapest_way", lambda *a: way)
+    monkeypatch.setattr(patch_gram, "cheapest_method", lambda *a: way)
     total, expected = PatchGram(layer.weight, (3, 3)), torch.zeros(27, 27, dtype=torch.float64)
     for image in images:
         total.add_images(image, *windows(layer, image))
@@ -131,7 +131,7 @@ def test_frequencies_round_as_shifts_do(monkeypatch):
         (64, 16, {"kernel_size": 3}, "frequencies"),
     ],
 )
-def test_the_cheapest_way_is_taken(channels, size, options, way):
+def test_the_cheapest_method_is_taken(channels, size, options, way):
     layer = nn.Conv2d(channels, 8, **options)
     y, x = windows(layer, torch.empty(32, channels, size, size, device="meta"))
-    assert cheapest_way(32, channels, y, x, "cpu") == way
+    assert cheapest_method(32, channels, y, x, "cpu") == way
