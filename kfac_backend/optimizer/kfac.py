@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.likelihoods import Likelihood
+from kfac_backend.optimizer.loss_check import MeanOver
 from kfac_backend.optimizer.preconditioner import (
     KfacPreconditioner,
     PreconditionerOptions,
     with_keywords,
 )
-from kfac_backend.optimizer.training_pass import MeanOver
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from kfac_backend.ranks import ProcessGroupOption
 from kfac_backend.sharding import is_part, part_of_whole, with_local_parts

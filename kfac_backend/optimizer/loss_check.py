@@ -6,10 +6,14 @@ the signs, and the factor s is the same everywhere. What the curvature does not 
 mistake: soft labels and label smoothing, and any factor s of the loss but that of a sum.
 """
 
+import warnings
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from kfac_backend.likelihoods import Likelihood
+from kfac_backend.engine.task import Task
+from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.precision import at_least_float32
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 0.001, torch.float64: 0.001}
@@ -19,6 +23,66 @@ SPREAD = 10
 gradients that are alike."""
 ROWS = 512
 """Loss terms that are looked at."""
+
+
+MeanOver = Literal["terms", "examples"]
+"""What a loss is a mean over: its terms, or examples, whose terms are summed."""
+
+
+class LossCheck:
+    """What a training's gradients tell of its targets and its loss, step by step.
+
+    Args:
+        task: of the curvature, whose targets then may be such that do not count.
+        mean_over: what the loss should be a mean over.
+    """
+
+    def __init__(self, task: Task, mean_over: MeanOver) -> None:
+        self._task, self.mean_over = task, mean_over
+        task.may_ignore = True
+        self._checked_shape: torch.Size | None = None  # of one example's outputs
+        self._is_compared = False  # whether the loss was found to be the likelihood's, or not
+
+    def targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+        """Targets that only say which terms count, since the training's labels are not known here.
+
+        A term with gradient zero is taken for one whose label does not count. Where each example
+        has one term, that is done only if a mask or the options say that there are such: the
+        gradient is also zero where the network is so confident that it rounds to that.
+
+        The first batch that can tell decides whether a warning says that the loss is not the
+        likelihood's.
+
+        Args:
+            f: outputs (N, ..., C).
+            g: the loss's gradient there.
+            mask: which positions count (N, R); None if all do.
+
+        Raises:
+            NotImplementedError: a likelihood whose curvature depends on the targets.
+            ValueError: outputs that do not fit the likelihood.
+        """
+        likelihood = self._task.likelihood
+        if likelihood.needs_targets:
+            raise NotImplementedError(
+                f"The curvature of likelihood '{likelihood}' depends on the targets, which "
+                "K-FAC's steps do not know. Train with another optimiser."
+            )
+        if likelihood.kind != "classes":
+            y = f.new_zeros(likelihood.target_shape(f))
+        else:
+            y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
+            if f.dim() > 2 or mask is not None or self._task.options.ignore_index is not None:
+                y = y.masked_fill((g == 0).all(-1), IGNORED)
+        if f.shape[1:] != self._checked_shape:  # which is all that can be wrong
+            self._task.check(f.detach(), y)
+            self._checked_shape = f.shape[1:]
+        if not self._is_compared:
+            why = why_not(f, g, likelihood, self.mean_over == "examples")
+            self._is_compared = why is not None
+            if why:
+                warnings.warn(why, stacklevel=3)
+        return y
 
 
 def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> str | None:

@@ -26,7 +26,8 @@ from kfac_backend.optimizer.damped_inverse import (
     kl_clip_factor,
     precondition,
 )
-from kfac_backend.optimizer.training_pass import MeanOver, TrainingPass
+from kfac_backend.optimizer.loss_check import MeanOver
+from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import (
     CurvatureOptions,
     Options,

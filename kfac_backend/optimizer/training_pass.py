@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +48,14 @@ from kfac_backend.engine.rule_assignment import (
     assign_rules,
     check_batch_norm,
 )
-from kfac_backend.engine.task import Task
 from kfac_backend.layers.rows import counted_positions
-from kfac_backend.likelihoods import IGNORED, Likelihood
+from kfac_backend.likelihoods import Likelihood
 from kfac_backend.optimizer.damped_inverse import diverging
-from kfac_backend.optimizer.loss_check import why_not
+from kfac_backend.optimizer.loss_check import LossCheck, MeanOver
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import full_float32
 from kfac_backend.ranks import ProcessGroupOption
 from kfac_backend.sharding import gathered_again, is_substituted
-
-MeanOver = Literal["terms", "examples"]
-"""What a loss is a mean over: its terms, or examples, whose terms are summed."""
 
 
 class TrainingPass:
@@ -95,15 +91,12 @@ class TrainingPass:
         parameters = dict(model.named_parameters() if parameters is None else parameters)
         self.trained = TrainedParameters(model, parameters)
         """Which parameters get a block."""
-        self._mean_over: MeanOver = mean_over
         self._model = model
         self._now: _Forward | None = None
         self._runs_again: ExitStack | None = None
         """The context of checkpoints, which run layers again in the backward pass."""
         self._probe = next(model.parameters(), None)
         self._is_paused = False
-        self._checked_shape: torch.Size | None = None  # of one example's outputs
-        self._is_compared = False  # whether the loss was found to be the likelihood's, or not
         self.is_scheduled = True
         """Whether this step is one of those with new factors."""
         self.driver = Driver(
@@ -115,7 +108,7 @@ class TrainingPass:
             assignment=self.trained.assign(),
             sink=FactorSums(options, in_training=True),
         )
-        self.driver.task.may_ignore = True  # which ones do not count, gradients will show
+        self._loss = LossCheck(self.driver.task, mean_over)
         check_memory(self.driver.proof.assignment, options, self.driver.device)
         self.covered = self.trained.assigned
         """The parameters that were trained when factors were last made."""
@@ -188,7 +181,7 @@ class TrainingPass:
                 "one that was compiled from it) with gradients, and loss.backward(), before "
                 "step(). Two K-FACs of one model hide it from each other: give one all parameters."
             )
-        number = max(sums.num_loss_terms if self._mean_over == "terms" else sums.num_data, 1)
+        number = max(sums.num_loss_terms if self._loss.mean_over == "terms" else sums.num_data, 1)
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
         # and its gradients are too large by the number of ranks, for the mean over all.
@@ -316,16 +309,7 @@ class TrainingPass:
         # Labels cannot be drawn from NaN, and on a GPU the attempt would end the process.
         if not torch.isfinite(f).all():
             raise diverging("The model's output")
-        y = _pseudo_targets(driver.task, f, g, forward.mask)
-        if f.shape[1:] != self._checked_shape:  # which is all that can be wrong
-            driver.task.check(f.detach(), y)
-            self._checked_shape = f.shape[1:]
-        # Warn if the loss is not the likelihood's, on the first batch that can tell.
-        if not self._is_compared:
-            why = why_not(f, g, driver.task.likelihood, self._mean_over == "examples")
-            self._is_compared = why is not None
-            if why:
-                warnings.warn(why, stacklevel=2)
+        y = self._loss.targets(f, g, forward.mask)
         forward.is_seen = True
         driver.state.add(f, y, driver.task.likelihood)
         if driver.fisher.is_loss_gradient:
@@ -463,27 +447,6 @@ class TrainedParameters:
                     stacklevel=2,
                 )
             proof.assignment = _only_with_hooks(assignment, followed)
-
-
-def _pseudo_targets(task: Task, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
-    """Targets that only say which terms count, since the training's labels are not known here.
-
-    A term with gradient zero is taken for one whose label does not count. Where each example
-    has one term, that is done only if a mask or the options say that there are such: the
-    gradient is also zero where the network is so confident that it rounds to that.
-    """
-    likelihood = task.likelihood
-    if likelihood.needs_targets:
-        raise NotImplementedError(
-            f"The curvature of likelihood '{likelihood}' depends on the targets, which "
-            "K-FAC's steps do not know. Train with another optimiser."
-        )
-    if likelihood.kind != "classes":
-        return f.new_zeros(likelihood.target_shape(f))
-    y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
-    if f.dim() > 2 or mask is not None or task.options.ignore_index is not None:
-        y = y.masked_fill((g == 0).all(-1), IGNORED)
-    return y
 
 
 def _refuse_compiled(name: str) -> None:

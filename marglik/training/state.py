@@ -18,7 +18,7 @@ from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of, loss_sum
-from kfac_backend.optimizer.training_pass import MeanOver
+from kfac_backend.optimizer.loss_check import MeanOver
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import check_whole, local_parts

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfac_backend.optimizer import KFAC, loss_check, training_pass
+from kfac_backend.optimizer import KFAC, loss_check
 from tests.kfac_backend.block_checks import randomize
 from tests.random_numbers import normal
 
@@ -120,13 +120,13 @@ def test_a_loss_that_is_not_the_likelihoods_is_named_once(name, dtype):
 def test_outputs_of_zero_tell_nothing_and_one_batch_that_does_is_enough(name, monkeypatch):
     """At outputs of 0 these two have gradients of one form. A comparison waits for a GPU."""
     likelihood, loss, words = CASES[name]
-    compared = []
+    compared, why_not = [], loss_check.why_not
 
-    def why_not(f, *of):
-        compared.append(loss_check.why_not(f, *of))
+    def recorded(*arguments):
+        compared.append(why_not(*arguments))
         return compared[-1]
 
-    monkeypatch.setattr(training_pass, "why_not", why_not)
+    monkeypatch.setattr(loss_check, "why_not", recorded)
     found = messages(randomize(nn.Linear(3, C), 0.0), (N, 3), likelihood, loss, 9, enlarge_at=4)
     assert compared[:-1] == [None] * 4 and len(compared) == 5
     assert found == ([] if words is None else compared[-1:])
