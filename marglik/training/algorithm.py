@@ -13,19 +13,17 @@ The lines of the paper's algorithm, with its symbols, and where they are:
 
     first δ and σ             `Problem.initial_hyperparameters`; δ = 5e-4 N/T by default
     MAP step on θ             the loop's own step, whose gradient `penalty` completes
-    burn-in B, frequency F    `Schedule.is_due`, asked by `end_of_epoch`
+    burn-in B, frequency F    `Schedule.is_due_within`, asked by `end_of_epoch`
     curvature H of the data   `Posterior.fit`: K-FAC, called by `update_prior`, which `fit` calls
-    K steps on log p(D | M)   `Hyperparameters.update`, there too: Adam on log δ and log σ at once
-    the best model            keep="best": `LearnerState.remember_if_best`
+    K steps on log p(D | M)   `Hyperparameters.update`, from `update_prior`: Adam on log δ and log σ
+    the best model            keep="best", as laplace-torch: `LearnerState.remember_if_best`
 
 By default the result is instead the mean of θ over the last third of the epochs, where no update
-changes the decays, and updates see samples (`samples.curvature_plan`). The other departures from
-algorithm 1, each of which can be turned off, are in `decay_policy`, learned likelihoods in
-`learned_numbers`, learned invariances in `marglik.augmentation`. Users see `PriorLearner`.
+changes δ until `finish`; updates see samples (`samples.curvature_plan`). All other departures are
+in `decay_policy`, learned likelihoods in `learned_numbers`, invariances in `marglik.augmentation`.
 
-On several ranks of `torch.distributed` every function is collective. The loop must average
-gradients over ranks, and each rank must have a shard of the data with as many examples in each
-batch as the others': only then is that average the gradient of the mean over all examples.
+On several ranks every function is collective. The loop averages gradients over ranks, whose batches
+have equally many examples: only then is that the gradient of the mean over all examples.
 """
 
 from collections.abc import Callable, Mapping
@@ -101,15 +99,14 @@ def penalty(
     part, policy = problem.parts[index], problem.options.policy
     # Step 1: average, and count the step. ``state.epoch`` epochs have ended: this is the next.
     if problem.options.schedule.is_averaged(state.epoch + 1):
-        state.averages[index].add()  # θ as the steps before left it; `finish` adds the last
+        state.averages[index].add()  # θ as the steps before left it; `take_average` adds the last
     state.steps[index] += 1
-    # Step 2: in the first ten steps, find scale-invariant weights; then raise where δ starts.
+    # Step 2: in the first ten steps, find scale-invariant weights; after the tenth, raise δ once.
     policy.look_at_first_steps(problem, state, part)
     # Step 3: the prior's gradient.
     decays, prior_scale = policy.stable_decays(state, part), state.gradient_scale * scale
     value = add_penalty(part.parameters, decays, prior_scale, part.padding, with_value=with_value)
-    # Step 4: limit the norm of all of it.
-    policy.limit_gradients(state, part, scale)
+    policy.limit_gradients(state, part, scale)  # Step 4: limit the norm of all of it.
     return value
 
 
@@ -141,7 +138,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
 def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict[str, float]:
     """Raise the evidence at the present parameters; returns the numbers to log."""
     before, schedule = state.hyperparameters.prior_precision, problem.options.schedule
-    evidences, state.record = fit(problem, state, schedule.steps, is_last)  # K + 1 of them
+    evidences, state.record = fit(problem, state, schedule.steps, is_last)  # K + 1
     assert state.posterior is not None
     state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
     problem.options.policy.look_at_update(problem, state, before)
@@ -164,20 +161,15 @@ def fit(
     is_sample, former = plan.num_examples < N, state.posterior
     state.measures.has_estimates |= is_sample or curvature.make_fisher().draws
     state.posterior = posterior = Posterior(
-        problem.model,
-        state.likelihood,
-        curvature,
-        sigma_noise=hyper.sigma_noise,
-        temperature=options.temperature,
-        structure=options.hessian_structure,
+        problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,
+        temperature=options.temperature, structure=options.hessian_structure,
         process_group=problem.ranks.process_group,
-    )
+    )  # fmt: skip
     if former is not None:
-        posterior.curvature_pass = former.curvature_pass
+        posterior.curvature_pass = former.curvature_pass  # which has proved the model
         if is_last:
             posterior.prove_again()
-    # Its own random numbers, so that neither the loop's depend on when updates happen, nor updates
-    # on what the loop has drawn.
+    # Random numbers of its own: the loop's must not depend on when updates happen.
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
@@ -187,7 +179,7 @@ def fit(
         record |= plan._asdict() | {"num_data": N}
         if posterior.factors is not None:
             state.kfac_approx = posterior.factors.options.kfac_approx
-        # The last posterior must be that of the ranges that are kept: they take no step after it.
+        # The last update leaves the ranges as they are, since its posterior must be of them.
         if state.ranges is not None and not is_last:
             state.ranges.learn(posterior, problem.loader, N)
         to_learn = problem.learned_by_evidence if steps else {}
@@ -196,55 +188,61 @@ def fit(
             if hyper.learn_sigma_noise:
                 hyper.set(hyper.prior_precision, sigma)
     if to_learn and is_last:  # the last posterior must be that of the numbers that are kept
-        return fit(problem, state, 0, is_last)
+        seconds, (refitted, record) = record["seconds"], fit(problem, state, 0, is_last)
+        evidences = evidences[:-1] + refitted
+        seconds = {part: seconds[part] + s for part, s in record["seconds"].items()}
+        record |= {"evidence_before": evidences[0], "seconds": seconds}
     return evidences, record
 
 
 def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[str, float]:
     """Take the average, and update the prior there; returns the numbers to log.
 
-    A training may end within an epoch, early, or with other parameters than its last ones (those
-    of the best epoch; then without an average). Before the end of the burn-in, and if nothing was
-    trained, the posterior is fitted without changing the weight decays; with updates=0 there is
-    none. After an error, as of the data, it can be called again.
+    A training may end within an epoch, early, or with the parameters of its best epoch (then
+    without an average). Before the end of the burn-in, and if nothing was trained, the posterior is
+    fitted without changing δ; with updates=0 there is none. After an error it can be called again.
 
     Raises:
         FloatingPointError: the evidence is not finite.
     """
-    schedule, policy = problem.options.schedule, problem.options.policy
     if problem.steps_per_epoch and state.steps[-1] > state.epoch * problem.steps_per_epoch:
         state.epoch += 1  # an unfinished epoch counts as ended
     # Step 1: the average takes the place of the last step's parameters.
     if average:
         take_average(problem, state)
     state.kept_epoch = state.epoch
-    if not schedule.updates:
-        return {}
-    # Step 2: the last update, or else a posterior, at the parameters that are there now. An update
-    # at them, perhaps before a resume, is not made again.
-    numbers: dict[str, float] = {}
-    with state.unchanged_by_errors(problem.model):
+    # Step 2: the last update, or else a posterior, at the parameters that are there now.
+    numbers = last_update(problem, state) if problem.options.schedule.updates else {}
+    for average_of_part in state.averages:  # only now, as after an error this is called again
+        average_of_part.clear()
+    if state.posterior is not None and not is_sharded(problem.model):
+        state.posterior.gather()  # whoever has the posterior now may predict on one rank alone
+    problem.options.policy.warn_at_the_end(problem, state)
+    return numbers
+
+
+def last_update(problem: Problem, state: LearnerState) -> dict[str, float]:
+    """Update the prior at the present parameters, where that is due and was not done before."""
+    schedule, numbers = problem.options.schedule, dict[str, float]()
+    with state.unchanged_by_errors(problem.model, parameters=schedule.keep == "best"):
         is_trained, is_fitted = state.steps[-1] > 0, state.posterior_is_current(problem)
-        is_there = is_fitted or state.posterior is None
-        is_updated = is_there and state.steps[-1] == state.steps_at_update
+        is_updated = state.steps[-1] == state.steps_at_update and (is_fitted or not state.posterior)
         if is_trained and problem.learns_label_noise:
             before = state.likelihood
             learn_label_noise(problem, state)
             is_fitted = is_fitted and state.likelihood == before
-        latest = state.record.get("num_examples"), state.record.get("fisher")
+        fitted_with = state.record.get("num_examples"), state.record.get("fisher")
         may_update = schedule.keep == "last" or schedule.is_due(state.epoch)
         if is_trained and state.epoch >= schedule.burn_in and not is_updated and may_update:
             numbers = update(problem, state, is_last=True)
-        elif not is_fitted or latest != curvature_plan(problem, state, is_last=True):
+        elif not is_fitted or fitted_with != curvature_plan(problem, state, is_last=True):
             if is_updated:  # the evidence of the same update is made anew
                 state.evidences.pop()
-            state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
-        # Step 3: back to the best update, if that is asked for.
+            evidences, state.record = fit(problem, state, 0, is_last=True)
+            state.evidences.append(evidences[-1])
         if state.go_back_to_best(problem.model):
             if problem.learns_label_noise:
                 learn_label_noise(problem, state)
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
-    if state.posterior is not None and not is_sharded(problem.model):
-        state.posterior.gather()  # whoever has the posterior now may predict on one rank alone
-    policy.warn_at_the_end(problem, state)
+            state.set_decays(problem)
     return numbers

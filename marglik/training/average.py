@@ -53,7 +53,7 @@ class WeightAverage:
         self.count = 0
         """Number of steps that are averaged."""
         self.is_written = False
-        """Whether the parameters have their averages now, within `written`."""
+        """Whether the parameters have their averages now."""
 
     @torch.no_grad()
     def add(self) -> None:
@@ -63,6 +63,11 @@ class WeightAverage:
         else:
             _update_means(self._values, local_parts(self._parameters), self.count)
         self.count += 1
+        self.is_written = False
+
+    def clear(self) -> None:
+        """Begin anew with the next values."""
+        self._values, self.count = [], 0
 
     @torch.no_grad()
     def write(self) -> None:
@@ -168,7 +173,12 @@ def renew_batch_norm(
 
 
 def take_average(problem: "Problem", state: "LearnerState") -> None:
-    """Give the network the mean over about the last third of the steps, if there is one."""
+    """Give the network the mean over about the last third of the steps, if there is one.
+
+    Again it does nothing, until there are further steps.
+    """
+    if state.averages[0].is_written:
+        return
     schedule = problem.options.schedule
     made, averaged_steps = state.steps[-1], state.averages[-1].count
     if state.has_average:
@@ -179,6 +189,8 @@ def take_average(problem: "Problem", state: "LearnerState") -> None:
         with forked_random_numbers(problem.model):
             targets = problem.options.curvature
             renew_batch_norm(problem.model, problem.loader, targets, problem.ranks)
+        for average in state.averages:
+            average.is_written = True
         _logger.info("parameters are their mean over the last %d of %d steps", averaged_steps, made)
     elif schedule.averages and made and state.epoch < (schedule.epochs or 0):
         warnings.warn(
@@ -189,7 +201,6 @@ def take_average(problem: "Problem", state: "LearnerState") -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-    state.averages = [WeightAverage(part.parameters) for part in problem.parts]
 
 
 @contextmanager

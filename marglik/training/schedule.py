@@ -111,7 +111,7 @@ class Schedule:
 
     def is_averaged(self, epoch: int) -> bool:
         """Whether the average includes the parameters during this epoch, from 1."""
-        return self.epochs is not None and epoch > self._before_average
+        return self.averages and self.epochs is not None and epoch > self._before_average
 
     @cached_property
     def _before_average(self) -> int:

@@ -400,7 +400,7 @@ class LearnerState:
     decay_history: dict[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
     """Epoch -> δ of each tensor, σ and likelihood from its end on; see `PriorLearner.replay`."""
     record: dict[str, Any] = field(default_factory=dict)
-    """What `update_prior` recorded in the latest update, with its seconds."""
+    """What `update_prior` recorded in the latest update, or fit without one, with its seconds."""
     posterior: Posterior | None = None
     """Of the latest update; not saved, since `finish` fits another."""
 
@@ -518,8 +518,11 @@ class LearnerState:
         return numbers
 
     @contextmanager
-    def unchanged_by_errors(self, model: nn.Module) -> Iterator[None]:
-        """A context after which an error, as of the data, has left the state as it was."""
+    def unchanged_by_errors(self, model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
+        """A context after which an error, as of the data, has left the state as it was.
+
+        With ``parameters`` also the network's parameters and buffers, which are copied.
+        """
         before = {k: copy(v) if isinstance(v, list | dict) else v for k, v in vars(self).items()}
         measures = copy(self.measures)
         parts: list[Any] = [self.hyperparameters]
@@ -527,6 +530,7 @@ class LearnerState:
             parts.append(self.ranges)
         states = [deepcopy(part.state_dict()) for part in parts]
         ranges = {} if self.ranges is None else ranges_of(model)
+        network = deepcopy(model.state_dict()) if parameters else {}
         try:
             yield
         except BaseException:
@@ -535,6 +539,8 @@ class LearnerState:
                 part.load_state_dict(state)
             if ranges:
                 set_ranges(model, ranges)
+            if network:
+                model.load_state_dict(network)
             raise
 
 

@@ -318,6 +318,52 @@ def test_an_update_whose_data_fails_is_made_by_the_second_call():
 FUNCTIONS = {"end_of_epoch": end_of_epoch, "finish": finish}
 
 
+@pytest.mark.filterwarnings("error:The training ended after")
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_a_finish_whose_data_fails_takes_the_second_call_to_the_same_end(keep):
+    """Back at the best update, or with the average, which it takes once; it says nothing false."""
+
+    def run(fails):
+        torch.manual_seed(0)
+        model, (x, y) = network(), dataset().tensors
+        data = Failing([(x[:10], y[:10]), (x[10:20], y[10:20]), (x[20:], y[20:])])
+        optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        options = {"every": 2, "keep": keep, "average": None if keep == "best" else "last"}
+        prior = PriorLearner("classification", **options, curvature_from="pass")
+        prior.start(model, optimizer, data, 6, hooks="none")
+        for epoch in range(1, 6):  # and ends before the sixth
+            for x, y in data:
+                optimizer.zero_grad()
+                cross_entropy(model(x), y).backward()
+                penalty(prior.problem, prior.state)
+                optimizer.step()
+            end_of_epoch(prior.problem, prior.state, epoch)
+        if keep == "best":
+            with torch.no_grad():
+                model[-1].weight.neg_()
+            end_of_epoch(prior.problem, prior.state, 6)
+            prior.state.steps[-1] += 1  # so that the last update is made
+        if fails:
+            # The last update's pass and, if it isn't the best, that at the best one.
+            data.readings, data.fails_in = 0, 2 if keep == "best" else 1
+            with pytest.raises(OSError, match="the disk"):
+                finish(prior.problem, prior.state)
+        finish(prior.problem, prior.state)
+        return prior, model
+
+    (whole, model), (resumed, other) = run(False), run(True)
+    if keep == "best":
+        assert whole.state.kept_epoch < 6
+        assert whole.weight_decays().tolist() == pytest.approx(whole.state.decays)
+    else:
+        assert whole.state.steps[-1] == 15
+    assert resumed.evidences == whole.evidences
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    assert torch.equal(resumed.weight_decays(), whole.weight_decays())
+    finish(resumed.problem, resumed.state)  # a third time changes nothing
+    assert resumed.evidences == whole.evidences
+
+
 def test_an_error_in_a_step_leaves_the_loop_able_to_go_on():
     """The step that ends the epoch is made; the next one makes the update."""
     x, y = dataset().tensors

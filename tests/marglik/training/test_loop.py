@@ -377,6 +377,10 @@ def test_epochs_of_updates_and_averages():
 
     assert averaged() == [9, 10, 11, 12]
     assert averaged(average=None) == averaged(keep="best") == averaged(None) == []
+    # Of a loop that goes on for longer than it said.
+    assert Schedule(epochs=5).is_averaged(6)
+    assert not Schedule(epochs=5, average=None).is_averaged(6)
+    assert not Schedule(epochs=5, keep="best").is_averaged(6)
     for name in ("epochs", "every"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
             Schedule(**{name: 0})
