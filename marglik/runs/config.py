@@ -65,6 +65,11 @@ class PriorConfig(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("prior.weight_decay", self.weight_decay)
+        if not self.updates:
+            raise ValueError(
+                "prior.updates is 0, which leaves no posterior to save. Pass at least 1, or "
+                "prior.method fixed, which keeps weight_decay."
+            )
 
     def schedule(self, epochs: int) -> Schedule:
         """When updates happen in a run of ``epochs`` epochs; never if the prior is fixed."""

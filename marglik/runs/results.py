@@ -14,18 +14,22 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.evaluation import data_uri
 from marglik.prediction.links import Calibration
+from marglik.prediction.predictive import label_noise_of
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.records import (
     Augmentation,
     CalibrationRecord,
     Evaluation,
+    Evidence,
     Metrics,
+    Network,
     PredictiveRecord,
     Range,
     SuspiciousLabel,
     SuspiciousLabels,
     TensorDecay,
 )
+from marglik.runs.setup import Setup
 from marglik.training.loop import OnlineResult
 
 MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
@@ -91,14 +95,9 @@ def _in_units(calibration: dict[str, Any], std: float) -> dict[str, Any]:
     return calibration | {"sigma_noise": None if sigma is None else sigma * std}
 
 
-def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dict[str, Any]:
-    """What a posterior says in `Results`: noise, and each tensor's weight decay.
-
-    Args:
-        laplace: the posterior.
-        initial: the weight decay that all groups started with.
-        splits: the data.
-    """
+def posterior_results(setup: Setup, laplace: Posterior) -> dict[str, Any]:
+    """What a posterior says in `Results`: noise, and each tensor's weight decay."""
+    splits = setup.splits
     gamma = laplace.effective_parameters()
     delta = laplace.prior_precision.expand(laplace.n_layers)
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
@@ -111,7 +110,7 @@ def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dic
         "sigma_noise": sigma if laplace.likelihood.has_sigma else None,
         "weight_decay": {
             name: TensorDecay(
-                initial=initial,
+                initial=setup.prior.weight_decay,  # of all groups
                 learned=learned[i].item(),
                 effective_parameters=gamma[i].item(),
                 parameters=block.num_parameters,
@@ -121,7 +120,28 @@ def posterior_results(laplace: Posterior, initial: float, splits: Splits) -> dic
     }
 
 
-def suspicious_record(
+def learned_results(setup: Setup, outcome: OnlineResult, evaluation: Evaluation) -> dict[str, Any]:
+    """What the learned network's training and evaluation say in `Results`."""
+    laplace, splits = outcome.laplace, setup.splits
+    label = setup.predictive.for_posterior(laplace).label
+    fit = laplace.calibrations.get(label)
+    own = {"label_noise": label_noise_of(laplace.likelihood, None)}
+    of_map = Calibration(**fit["map_calibration"] if fit else own)
+    before = [record["evidence_before"] for record in outcome.records if record["kind"] == "update"]
+    name = "fixed" if setup.prior.method == "fixed" else "learned"
+    return {
+        "networks": {name: Network(evaluation.scores)},
+        "evidence": Evidence((*before, outcome.evidence)[0], outcome.evidence, outcome.epoch),
+        "environment": evaluation.environment,
+        "held_out": setup.held_out,
+        "calibration": fit and calibration_in_units(label, fit, splits),
+        "num_positions": evaluation.num_positions,
+        "suspicious_labels": _suspicious(outcome, splits, setup.train_indices, of_map),
+        "augmentation": _augmentation(setup.model, splits),
+    }
+
+
+def _suspicious(
     outcome: OnlineResult, splits: Splits, train_indices: Tensor, calibration: Calibration
 ) -> SuspiciousLabels:
     """The training labels that look most wrong; where none can be judged, why.
@@ -159,7 +179,7 @@ def suspicious_record(
 
 
 @torch.no_grad()
-def augmentation_record(model: nn.Module, splits: Splits) -> Augmentation | None:
+def _augmentation(model: nn.Module, splits: Splits) -> Augmentation | None:
     """The learned ranges, and some training images as the network sees them; None without any."""
     if not isinstance(model, LearnedAugmentation):
         return None

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from marglik.cli import COMMANDS, FIRST_STEP, main, preset_names
+from marglik.runs import trainings
 from marglik.runs.printing import progress_lines, say
-from marglik.runs.train import Setup
 from tests.marglik.runs.command_line import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ def test_short_names_of_our_models(joined, monkeypatch, tmp_path):
         built.append(training.build())
         raise ValueError("enough")
 
-    monkeypatch.setattr(Setup, "train", train)
+    monkeypatch.setattr(trainings, "train_network", train)
     model = ["--model=MLP"] if joined else ["--model", "LeNet"]
     output = ["--output", str(tmp_path / "run")]
     assert main(["train", *model, "--data", "Digits", *output]) == 2

@@ -6,13 +6,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file
+from torch import distributed as dist
 from torch.testing import assert_close
 
 from marglik.records import to_json
-from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN, results_of
+from tests.marglik.runs.command_line import DATA, MODEL, NOISE, TRAIN, command, results_of
 from tests.marglik.states import assert_near
 
 HERE = "tests.marglik.runs.command_line"
@@ -66,6 +68,20 @@ def test_two_ranks_do_what_one_process_does(worlds, alone, tmp_path):
             assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
 
 
+def with_own_clock(*arguments):
+    """A command on ranks whose clocks disagree on whether a plain network takes little time."""
+    with patch("marglik.runs.train.CHEAP_SECONDS", 1e9 if dist.get_rank() == 0 else -1):
+        with patch("marglik.runs.train.CHEAP_SHARE", 0):
+            return command(*arguments)
+
+
+def test_the_first_rank_decides_whether_a_plain_network_is_cheap(worlds, tmp_path):
+    """If the others did not follow, it would wait for them."""
+    ranks = worlds.all(2, f"{__name__}:with_own_clock", *OPTIONS, "--output", str(tmp_path))
+    assert [status for status, *_ in ranks] == [0, 0], ranks
+    assert "plain" in results_of(tmp_path).networks
+
+
 def test_fewer_examples_than_ranks_in_a_batch_end(worlds, tmp_path):
     wrong = [*OPTIONS, "--output", str(tmp_path / "run"), "--batch_size", "1"]
     for status, _, err in worlds.all(2, f"{HERE}:command", *wrong):
@@ -101,8 +117,8 @@ def test_two_nodes_do_to_the_bit_what_two_ranks_of_one_do(worlds, tmp_path):
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test"]
     torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *meeting]
-    command = [*torchrun, "-m", "--", "marglik", *OPTIONS, "--output", str(tmp_path / "two")]
-    nodes = [subprocess.Popen(command, cwd=tmp_path, env=os.environ | OWN) for _ in range(2)]
+    node = [*torchrun, "-m", "--", "marglik", *OPTIONS, "--output", str(tmp_path / "two")]
+    nodes = [subprocess.Popen(node, cwd=tmp_path, env=os.environ | OWN) for _ in range(2)]
     assert [node.wait() for node in nodes] == [0, 0]
     one, two = (load_file(tmp_path / run / "model.safetensors") for run in ("one", "two"))
     assert_near(two, one, tolerance=0)

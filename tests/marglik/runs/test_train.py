@@ -21,8 +21,9 @@ from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.links import CalibrationFit
+from marglik.runs import trainings
 from marglik.runs.config import PriorConfig, RunConfig
-from marglik.runs.train import Setup, train
+from marglik.runs.train import train
 from marglik.storage.run_folder import read_log, read_posterior
 from tests.experiments.data.text_and_graphs import dart_entries, nci1_texts, write_dart, write_nci1
 from tests.marglik.networks import NodeCounts, TokenNetwork
@@ -165,13 +166,13 @@ def test_learned_augmentation(tmp_path, capsys):
 
 def test_the_plain_network_is_what_torch_trains(tmp_path, monkeypatch):
     """SGD with one weight decay and a cosine, and nothing else."""
-    real, seen = Setup.train, []
+    real, seen = trainings.train_network, []
 
-    def train_both(self, training, *given, **more):
+    def train_both(setup, training, *given, **more):
         by_torch = deepcopy(training.build())
-        model, outcome = real(self, training, *given, **more)
+        model, outcome = real(setup, training, *given, **more)
         if training.name == "plain":
-            batches = self._batches("train", 64, shuffle=True)
+            batches = trainings._batches(setup, "train", 64)
             next(iter(batches))  # the loop has looked at the data, which draws an order
             optimizer = SGD(by_torch.parameters(), 0.1, 0.9, weight_decay=0.02, nesterov=True)
             schedule = CosineAnnealingLR(optimizer, 2 * len(batches), 1e-6)
@@ -183,13 +184,37 @@ def test_the_plain_network_is_what_torch_trains(tmp_path, monkeypatch):
             seen.extend(zip(model.parameters(), by_torch.parameters(), strict=True))
         return model, outcome
 
-    monkeypatch.setattr(Setup, "train", train_both)
+    monkeypatch.setattr(trainings, "train_network", train_both)
     run = RunConfig(epochs=2, batch_size=64, output=str(tmp_path), progress=False)
     prior = PriorConfig(weight_decay=0.02)
     results = train(MLP(64, (16,), 10), Digits(test_fraction=0.6), prior=prior, run=run)
     assert "against the plain network" in results.verdict and len(seen) == 4
     for ours, theirs in seen:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+class WithCopies(MLP):
+    """Its ``copies`` are not those of a `LearnedAugmentation`."""
+
+    copies = ()
+
+
+def test_the_plain_network_lacks_label_noise_alone(tmp_path):
+    """Each network counts the classes alike."""
+    weights, networks = [9, *[1] * 9], []
+    for name in ("classification", "noisy_classification"):
+        torch.manual_seed(0)
+        run = RunConfig(epochs=1, baseline=True, output=str(tmp_path / name), progress=False)
+        likelihood = f"{name}(weights={weights})"
+        model, data = WithCopies(64, (8,), 10), Digits(test_fraction=0.6)
+        networks.append(train(model, data, likelihood=likelihood, run=run).networks["plain"])
+    first, second = (network.predictives["MAP"].metrics for network in networks)
+    assert first.nll == pytest.approx(second.nll, rel=1e-4)
+
+
+def test_a_run_without_updates_is_refused_at_once():
+    with pytest.raises(ValueError, match="no posterior to save.*prior.method fixed"):
+        PriorConfig(updates=0)
 
 
 class WrongDigits(Digits):

@@ -22,10 +22,11 @@ from marglik import (
     update_prior,
 )
 from marglik.data import Splits
-from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.config import RunConfig
 from marglik.runs.optimizers import OptimizerConfig
-from marglik.runs.train import Setup, Training
+from marglik.runs.setup import Setup
+from marglik.runs.trainings import Training, train_network
+from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
 from tests.marglik.callbacks.online import (
     EPOCHS,
@@ -41,7 +42,7 @@ from tests.marglik.plain_loop import learn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_all_entries_learn_the_same_decays_by_default():
+def test_all_entries_learn_the_same_decays_by_default(tmp_path, monkeypatch):
     """README's first call, `PriorLearner`, and what `marglik train` does with its defaults."""
     epochs, rate = 6, {"lr": 0.05, "momentum": 0.9, "nesterov": True}
     data = DataLoader(dataset(), 8)
@@ -66,16 +67,17 @@ def test_all_entries_learn_the_same_decays_by_default():
         assert torch.equal(p, q)
 
     x, y = dataset().tensors
-    splits = Splits((x, y), None, (x, y), "made")
-    setup = Setup(
-        splits, 0, OptimizerConfig(lr=0.05), PriorConfig(), CurvatureConfig(), PredictiveConfig(),
-        None, RunConfig(epochs=epochs, batch_size=8, progress=False),
-        Fabric(accelerator="cpu", devices=1),
-    )  # fmt: skip
-    in_order = DataLoader(dataset(), 8)
-    setup.__dict__["_batches"] = lambda *_, **__: in_order  # without the command's shuffle
     command = network()
-    _, result = setup.train(Training("learned", lambda: command, 0, "learned"))
+    setup = Setup(
+        splits=Splits((x, y), None, (x, y), "made"), train_indices=torch.arange(len(y)),
+        model=command, optimizer=OptimizerConfig(lr=0.05),
+        run=RunConfig(epochs=epochs, batch_size=8, progress=False),
+        fabric=Fabric(accelerator="cpu", devices=1),
+    )  # fmt: skip
+    in_order = DataLoader(dataset(), 8)  # without the command's shuffle
+    monkeypatch.setattr("marglik.runs.trainings._batches", lambda *_: in_order)
+    learned = Training("learned", lambda: command, 0, Checkpoints(tmp_path))
+    _, result = train_network(setup, learned)
     assert_close(
         result.laplace.prior_precision.double() / len(dataset()), expected, rtol=1e-6, atol=0
     )

@@ -26,10 +26,10 @@ from marglik import (
 )
 from marglik.callbacks.lightning import MarginalLikelihood
 from marglik.data import Splits
-from marglik.prediction.predictive import PredictiveConfig
-from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.config import PriorConfig, RunConfig
 from marglik.runs.optimizers import OptimizerConfig
-from marglik.runs.train import Setup, Training
+from marglik.runs.setup import Setup
+from marglik.runs.trainings import Training, train_network
 from marglik.storage.checkpoint import Checkpoints
 from tests.marglik.plain_loop import learn
 
@@ -137,15 +137,15 @@ def with_marglik_training(text, folder):
 
 def with_the_command(text, folder):
     x, y = data(text)
-    setup = Setup(
-        Splits((x, y), None, (x, y), "made"), 0, OptimizerConfig("adamw", lr=LR),
-        PriorConfig(**OPTIONS), CurvatureConfig(), PredictiveConfig(), None,
-        RunConfig(epochs=EPOCHS, batch_size=8, progress=False),
-        Fabric(accelerator="cpu", devices=1), likelihood=likelihood_of(text),
-    )  # fmt: skip
     model = network(text)
-    learned = Training("learned", lambda: model, 0, "learned")
-    return setup.train(learned)[1].laplace
+    setup = Setup(
+        splits=Splits((x, y), None, (x, y), "made"), train_indices=torch.arange(len(y)),
+        model=model, optimizer=OptimizerConfig("adamw", lr=LR), prior=PriorConfig(**OPTIONS),
+        run=RunConfig(epochs=EPOCHS, batch_size=8, progress=False),
+        fabric=Fabric(accelerator="cpu", devices=1), likelihood=likelihood_of(text),
+    )  # fmt: skip
+    learned = Training("learned", lambda: model, 0, Checkpoints(folder / "checkpoints"))
+    return train_network(setup, learned)[1].laplace
 
 
 def with_lightning(text, folder):

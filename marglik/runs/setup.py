@@ -1,0 +1,181 @@
+"""What the trainings of a run share, and the checks of it before any work."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.atomic_files import sha256_of_tensors
+from kfac_backend.likelihoods import Classification, Likelihood, likelihood_of
+from kfac_backend.ranks import Ranks
+from marglik.data.out_of_distribution import OutOfDistributionImages, out_of_distribution_images
+from marglik.data.splits import DataSource, Splits, hold_out, tensors_in
+from marglik.posterior.prior import PriorGroups
+from marglik.prediction.predictive import PredictiveConfig
+from marglik.runs.build import (
+    build_fabric,
+    check_model,
+    with_learned_augmentation,
+    with_standardised_columns,
+)
+from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.optimizers import OptimizerConfig
+from marglik.storage.provenance import Provenance
+from marglik.training.loop import ranks_of
+
+NOT_OF_THE_RESULT = ["output", "overwrite", "resume", "accelerator", "progress", "baseline"]
+"""Options of the run that do not affect its results, and may differ when it is resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the trainings of a run share: data, network, options, devices.
+
+    Args:
+        splits: the data, with a validation set where one was held out for calibration.
+        train_indices: (N,) of the examples to train on, among the data's training examples.
+        held_out: number of the others, which were held out for calibration; 0 if the validation set
+            is the data's own, or there is none.
+        model: the network that learns; at its initial parameters until it is trained.
+        provenance: the options, and how this network and the data are built.
+        fabric: a launched Fabric or `OneDevice`: device and precision of the training steps.
+        ranks: those of the Fabric, each of which has a part of every batch.
+    """
+
+    splits: Splits
+    train_indices: Tensor
+    held_out: int = 0
+    ood_images: OutOfDistributionImages | None = None
+    model: nn.Module
+    provenance: Provenance = Provenance()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    prior: PriorConfig = PriorConfig()
+    curvature: CurvatureConfig = CurvatureConfig()
+    predictive: PredictiveConfig = PredictiveConfig()
+    likelihood: Likelihood = Classification()
+    run: RunConfig = RunConfig()
+    fabric: Any
+    ranks: Ranks = Ranks(None)
+
+
+def checked_setup(
+    model: nn.Module,
+    data: DataSource,
+    optimizer: OptimizerConfig,
+    prior: PriorConfig,
+    curvature: CurvatureConfig,
+    predictive: PredictiveConfig,
+    ood: DataSource | None,
+    likelihood: str,
+    run: RunConfig,
+    provenance: Provenance,
+) -> Setup:
+    """The setup of `marglik.runs.train.train`, whose arguments these are, once they are checked.
+
+    Raises:
+        ValueError: options, data or model that do not fit together.
+        NotImplementedError: a layer without a K-FAC rule.
+    """
+    fabric = build_fabric(run.accelerator, run.precision)
+    ranks = ranks_of(fabric)
+    run = replace(run, progress=run.progress and ranks.rank == 0)
+    if run.members > 1 and provenance.model is None:
+        raise ValueError(
+            f"members={run.members}: the members are built from provenance.model, which is None. "
+            "Pass Provenance(model={'class_path': ..., 'init_args': {...}})."
+        )
+    splits = data.load()
+    if not splits.are_images and (run.augmentation != "none" or ood):
+        raise ValueError(
+            f"{splits.name} holds no images; augmentation and ood are for images. Leave them out."
+        )
+    model, provenance = with_standardised_columns(model, splits, provenance)
+    if run.augmentation == "learned":
+        model, provenance = with_learned_augmentation(model, splits, provenance)
+    ood_images = None if ood is None else out_of_distribution_images(ood, splits)
+    model = model.to(fabric.device)
+    check_model(model, splits, curvature, likelihood, predictive)
+    PriorGroups.from_model(model, prior.structure)  # raises on rules that match nothing
+    number = len(tensors_in(splits.train)[-1])
+    train_indices = torch.arange(number)
+    if run.held_out and predictive.is_calibrated and splits.validation is None:
+        splits, train_indices = hold_out(splits, run.held_out, run.seed)
+    examples = len(train_indices)
+    if min(run.batch_size, examples) < ranks.size:
+        raise ValueError(
+            f"batch_size {run.batch_size}, {examples} training examples: {ranks.size} processes "
+            f"need batches of at least {ranks.size} examples, one for each. Use larger batches, or "
+            "fewer processes."
+        )
+    return Setup(
+        splits=splits, train_indices=train_indices, held_out=number - examples,
+        ood_images=ood_images, model=model, provenance=provenance, optimizer=optimizer, prior=prior,
+        curvature=curvature, predictive=predictive, likelihood=likelihood_of(likelihood), run=run,
+        fabric=fabric, ranks=ranks,
+    )  # fmt: skip
+
+
+def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[str]:
+    """What the learned network has and a plain one lacks, in words.
+
+    Raises:
+        ValueError: options that would learn nothing, or leave nothing to compare.
+    """
+    is_fixed = prior.method == "fixed"
+    if is_fixed and run.augmentation == "learned":
+        raise ValueError(
+            "prior.method fixed learns nothing, and augmentation learned would keep its initial "
+            "ranges; drop one of them."
+        )
+    gains = [] if is_fixed else ["learned weight decays"]
+    gains += ["learned invariances"] if run.augmentation == "learned" else []
+    of_targets = likelihood_of(likelihood)
+    if of_targets.has_label_noise and of_targets.to_learn():
+        if is_fixed:
+            raise ValueError(
+                f"prior.method fixed learns nothing, and likelihood {likelihood} would keep 0 as "
+                "its share of wrong labels: give it, as in 'noisy_classification(noise=0.2)', or "
+                "take 'classification', whose calibration fits it."
+            )
+        gains += ["label noise"]
+    gains += ["averaged parameters"] if prior.schedule(run.epochs).averages else []
+    if run.baseline and not gains:
+        raise ValueError(
+            "baseline trains with the initial weight decay and no average, and so do prior.method "
+            "fixed and prior.average null; drop one of them."
+        )
+    return gains
+
+
+def identity_of(setup: Setup, model_name: str) -> dict[str, Any]:
+    """What identifies a run, as plain data: data, network, options.
+
+    SHA-256 sums stand for all inputs, labels and initial parameters. A checkpoint is only resumed
+    if its run has the same identity.
+
+    Args:
+        setup: whose network is at its initial parameters.
+        model_name: of the network's class.
+    """
+    splits, ood = setup.splits, setup.ood_images
+    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    tensors = {name: tensors_in(part) for name, part in parts.items() if part is not None}
+    groups = ("optimizer", "prior", "curvature", "predictive", "run")
+    config = {name: asdict(getattr(setup, name)) for name in groups}
+    config["run"] = {k: v for k, v in config["run"].items() if k not in NOT_OF_THE_RESULT}
+    return {
+        "data": splits.name,
+        "examples": {name: len(part[-1]) for name, part in tensors.items()},
+        "normalisation": [splits.mean, splits.std],
+        "ood": None if ood is None else ood.name,
+        "model": model_name,
+        "model_options": (setup.provenance.model or {}).get("init_args"),
+        "likelihood": str(setup.likelihood),
+        "config": config,
+        "sums": {
+            "examples": sha256_of_tensors(t for part in tensors.values() for t in part),
+            "ood": None if ood is None else sha256_of_tensors([ood.images]),
+            "initial_parameters": sha256_of_tensors(setup.model.state_dict().values()),
+        },
+    }

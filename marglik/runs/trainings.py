@@ -1,0 +1,260 @@
+"""The trainings of a run: how each is built and trained, calibrated, evaluated and compared."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kfac_backend.likelihoods import Likelihood
+from marglik.data.batches import Batches, split_batches
+from marglik.data.splits import SplitName, tensors_in
+from marglik.posterior.posterior import Posterior
+from marglik.prediction.calibration import calibrations_of
+from marglik.prediction.ensemble import Ensemble
+from marglik.prediction.evaluation import ExampleScores, evaluate, predictives_of
+from marglik.prediction.intervals import differences
+from marglik.prediction.predictive import Predictive, map_predictive
+from marglik.prediction.simple_models import evaluate_simple_models, simple_models_in_words
+from marglik.prediction.verdict import in_one_sentence, instability
+from marglik.records import Evaluation, Metrics, Network, Results
+from marglik.runs.optimizers import build_optimizer
+from marglik.runs.results import evaluation_in_units, scores_in_units
+from marglik.runs.setup import Setup
+from marglik.specification import build_from_spec
+from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.run_folder import CHECKPOINT, RunLog
+from marglik.training.decay_policy import DecayPolicy
+from marglik.training.learner import PriorLearner
+from marglik.training.loop import OnlineResult, OnlineTraining
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One of the networks that a run trains.
+
+    Args:
+        name: "learned", whose weight decays the evidence learns; "member_1" and so on, with the
+            course of these decays; or "plain", with the initial one, and with neither an average
+            nor a learned noise.
+        build: makes the network at its initial parameters.
+        seed: of all its random numbers.
+        checkpoints: what it is resumed from.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    seed: int
+    checkpoints: Checkpoints
+
+
+def named_trainings(setup: Setup, folder: Path, identity: dict[str, Any]) -> list[Training]:
+    """The learned network, the ensemble's other members, and the plain network, in this order.
+
+    ``identity`` is the run's: checkpoints of another one in its folder are refused.
+    """
+    model: Any = setup.model
+    # At the initial parameters, and without learned ranges.
+    plain_model = deepcopy(model.model if setup.run.augmentation == "learned" else model)
+    member = partial(build_from_spec, nn.Module, setup.provenance.model, named=None)
+
+    def training(name: str, build: Callable[[], nn.Module], seed: int) -> Training:
+        states = Checkpoints(folder / CHECKPOINT / name, run=identity, ranks=setup.ranks)
+        return Training(name, build, seed, states)
+
+    seed = setup.run.seed
+    return [
+        training("learned", lambda: model, seed),
+        *(training(f"member_{k}", member, seed + k) for k in range(1, setup.run.members)),
+        training("plain", lambda: plain_model, seed),
+    ]
+
+
+def train_network(
+    setup: Setup, training: Training, log: RunLog | None = None, first: OnlineResult | None = None
+) -> tuple[nn.Module, OnlineResult]:
+    """Train a network and its prior, starting from a checkpoint if there is one.
+
+    Args:
+        setup: of the run.
+        training: which network.
+        log: takes the records of epochs and updates.
+        first: what the learned training came to, for a member.
+
+    Raises:
+        FloatingPointError: training diverged.
+    """
+    run, prior, splits, likelihood = setup.run, setup.prior, setup.splits, setup.likelihood
+    torch.manual_seed(training.seed)
+    model = training.build().to(setup.fabric.device)
+    torch.manual_seed(training.seed)
+    schedule, policy = prior.schedule(run.epochs), DecayPolicy()
+    curvature = setup.curvature.options(splits.targets)
+    if training.name == "plain":
+        schedule, policy = replace(schedule, updates=0, average=None), DecayPolicy(clip=None)
+        if likelihood.has_label_noise and likelihood.to_learn():
+            likelihood = likelihood.replace(noise=0.0)
+    learner = PriorLearner(
+        likelihood, curvature, weight_decay=prior.weight_decay, structure=prior.structure,
+        method="adam" if prior.method == "fixed" else prior.method,
+        curvature_from=prior.curvature_from, schedule=schedule, policy=policy,
+    )  # fmt: skip
+    if first is not None and first.learner is not None:
+        likelihood, learner = first.laplace.likelihood, first.learner.replay()
+    batches = _batches(setup, "train", run.batch_size, training.seed)
+    optimizer, scheduler = build_optimizer(
+        model, setup.optimizer, run.epochs * len(batches), likelihood, curvature=curvature,
+        seed=training.seed, settles=schedule.averages,
+    )  # fmt: skip
+    outcome = OnlineTraining(
+        model, optimizer, batches, learner, scheduler=scheduler, fabric=setup.fabric,
+        held_out=_validation_batches(setup), compile_mode=run.compile,
+        on_record=log.write if log else None, progress=run.progress,
+    ).run(training.checkpoints)  # fmt: skip
+    return model, outcome
+
+
+def calibrate(setup: Setup, laplace: Posterior) -> None:
+    """Calibrate the predictives, then fit the posterior to the held-out examples as well.
+
+    Does nothing without a validation set, or with predictive.calibration none.
+    """
+    batches, progress = _validation_batches(setup), setup.run.progress
+    if batches is None or not setup.predictive.is_calibrated:
+        return
+    calibrations_of(laplace, batches, setup.predictive, progress=progress, ranks=setup.ranks)
+    if setup.held_out:
+        calibrations = laplace.calibrations
+        # One pass over all data, and not `override=False`: the factors of tensors that are used in
+        # two ways do not add up.
+        size, seed = setup.run.batch_size, setup.run.seed
+        parts = _batches(setup, "train", size, seed), _batches(setup, "validation", size)
+        laplace.fit(chain(*parts), progress_bar=progress)
+        laplace.calibrations = calibrations  # as a little more data changes the posterior little
+
+
+def train_ensemble(setup: Setup, first: OnlineResult, members: Sequence[Training]) -> Ensemble:
+    """The learned network, whose training is ``first``, and members that replay its decays."""
+    models, seconds = [setup.model], first.seconds
+    for number, training in enumerate(members, 2):
+        _logger.info("training member %d of %d", number, len(members) + 1)
+        member, outcome = train_network(setup, training, first=first)
+        models.append(member)
+        seconds += outcome.seconds
+    sigma = float(first.laplace.sigma_noise)
+    return _calibrated(setup, models, first.laplace.likelihood, sigma, seconds)
+
+
+def _calibrated(
+    setup: Setup, models: list[nn.Module], likelihood: Likelihood, sigma: float, seconds: float
+) -> Ensemble:
+    """Networks that predict together, temperature-scaled if the run calibrates."""
+    labels, targets = setup.predictive.labels, setup.splits.targets
+    ensemble = Ensemble(models, likelihood, sigma, seconds=seconds, labels=labels)
+    batches, progress = _validation_batches(setup), setup.run.progress
+    if batches is not None and setup.predictive.is_calibrated:
+        ensemble.calibrate(batches, targets=targets, progress=progress, ranks=setup.ranks)
+    return ensemble
+
+
+def evaluate_learned(
+    setup: Setup, laplace: Posterior, ensemble: Ensemble | None
+) -> tuple[Evaluation, ExampleScores]:
+    """The content of ``evaluation.json``, and the scores of each test example."""
+    run, ranks = setup.run, setup.ranks
+    predictives = predictives_of(laplace, [setup.predictive], ensemble, seed=run.seed, ranks=ranks)
+    return _evaluated(setup, predictives, laplace.likelihood)
+
+
+def _evaluated(
+    setup: Setup, predictives: dict[str, Predictive], likelihood: Likelihood
+) -> tuple[Evaluation, ExampleScores]:
+    """The evaluation in units of the targets, and the scores of each test example."""
+    predictive = setup.predictive
+    evaluation, scores = evaluate(
+        predictives, setup.splits, likelihood, labels=predictive.labels, ood=setup.ood_images,
+        batch_size=predictive.batch_size, device=setup.fabric.device, progress=setup.run.progress,
+        ranks=setup.ranks,
+    )  # fmt: skip
+    return evaluation_in_units(evaluation, setup.splits), scores
+
+
+def compare_with_plain(
+    setup: Setup, plain: Training, results: Results, scores: ExampleScores, gains: list[str]
+) -> Results:
+    """Train the plain network, which lacks ``gains``; returns the results with the verdict.
+
+    The ``results`` so far are the learned network's, as are the ``scores`` of `evaluate_learned`.
+    """
+    _logger.info("the plain network, to compare with")
+    try:
+        model, outcome = train_network(setup, plain)
+    except FloatingPointError as error:
+        said = f"No verdict on what was gained, since the plain network diverged: {error}"
+        return replace(results, verdict=said)
+    trained = time.perf_counter()
+    learner: Any = outcome.learner
+    likelihood, sigma = learner.options.likelihood, 1.0
+    losses = [record["loss"] for record in outcome.records if record["kind"] == "epoch"]
+    if likelihood.has_sigma:  # of the residuals; the loss is half of σ²
+        y = tensors_in(setup.splits.train)[-1]
+        sigma = (2 * losses[-1] / y[0].numel()) ** 0.5
+    scaled = _calibrated(setup, [model], likelihood, sigma, outcome.seconds)
+    predictives: dict[str, Predictive] = {"MAP": map_predictive(model, likelihood, sigma)}
+    if scaled.calibration is not None:
+        predictives["MAP, temperature-scaled"] = scaled
+    evaluation, others = _evaluated(setup, predictives, likelihood)
+    changes = {n: differences(scores[n], other) for n, other in others.items() if n in scores}
+    # Both calibrated, where there is something to calibrate with.
+    first, name = next(iter(results.networks.values())), [*predictives][-1]
+    metrics = first.predictives[name].metrics, evaluation.predictives[name].metrics
+    said = in_one_sentence(changes.get(name, Metrics()), *metrics, gains) + instability(losses)
+    return replace(
+        results,
+        networks=results.networks | {plain.name: Network(evaluation.scores, changes)},
+        verdict=said,
+        seconds=results.seconds + outcome.seconds + time.perf_counter() - trained,
+    )
+
+
+def compare_with_simple_models(setup: Setup, results: Results, scores: ExampleScores) -> Results:
+    """The results with those of scikit-learn's models on the same rows of a table."""
+    train, validation = setup.splits.train, setup.splits.validation
+    if setup.held_out and validation is not None:  # the posterior has seen them, too
+        train = torch.cat([train[0], validation[0]]), torch.cat([train[1], validation[1]])
+    network = [*scores.values()][-1]
+    models, changes = evaluate_simple_models(train, setup.splits.test, setup.likelihood, network)
+    if not models:
+        return results
+    models = {name: scores_in_units(one, setup.splits) for name, one in models.items()}
+    return replace(
+        results,
+        networks=results.networks | {"scikit-learn": Network(models)},
+        simple_models=simple_models_in_words(models, changes),
+    )
+
+
+def _validation_batches(setup: Setup) -> Batches | None:
+    """What the networks are not trained on; None if all is."""
+    has_some = setup.splits.validation is not None
+    return _batches(setup, "validation", setup.predictive.batch_size) if has_some else None
+
+
+def _batches(setup: Setup, split: SplitName, batch_size: int, seed: int = 0) -> Batches:
+    """A part of the data; the training part is shuffled, and augmented as the run says."""
+    trains, device, are_images = split == "train", setup.fabric.device, setup.splits.are_images
+    return split_batches(
+        setup.splits, split, batch_size, shuffle=trains, seed=seed, device=device,
+        augment=trains and setup.run.augmentation == "standard",
+        channels_last=device.type == "cuda" and are_images,  # faster
+        ranks=setup.ranks,
+    )  # fmt: skip
