@@ -80,6 +80,7 @@ def maximize_evidence(
         initial.append(math.log(float(laplace.sigma_noise)))
         bounds.append((np.log(SMALLEST_NOISE), np.log(LARGEST_NOISE)))
 
+    @torch.enable_grad()
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, device=logs.device, requires_grad=True)
         delta = laplace.of_blocks(groups.of_tensors(v[: len(groups.names)].exp()))

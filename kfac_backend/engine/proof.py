@@ -56,6 +56,7 @@ from kfac_backend.sharding import (
     class_and_hooks,
     detached_parameters,
     gathered_again,
+    is_sharded,
     reshard,
 )
 
@@ -239,6 +240,13 @@ class Proof:
         with counted_positions(mask):
             _, runs = verify_independence(self._model, self.assignment, x, counted=counted)
         self.holds_for_masks, self.masked = True, self.masked | runs.masked
+        if runs.unmasked:
+            warnings.warn(
+                f"The mask of positions does not fit the inputs of {', '.join(runs.unmasked)}, "
+                "whose positions are others: all of them count, so that factors depend on the "
+                "padding. Say which count (examples_of_rows), or batch examples of one length.",
+                stacklevel=2,
+            )
 
     def _prove_uses(self, x: Any, N: int | None) -> RuleAssignment:
         """The assignment, completed, with which the hooks see every use of the parameters."""
@@ -446,6 +454,7 @@ def verify_uses(
         and not has_hooks
     }
     # Step 2: a forward pass, in which each layer's output is detached.
+    sharded = is_sharded(model)  # whose layers run on what was gathered
     names = {name for t in assignment.layers for name in t.parameters.values()}
     values = detached_parameters(model)
     leaves = {name: p.requires_grad_() for name, p in values.items() if name in names}
@@ -484,7 +493,14 @@ def verify_uses(
         if a.requires_grad:
             note_uses_outside(a, f"the input of layer {tracked}")
         if tracked in plain:
-            rules[tracked] = [tracked.rule]
+            # Not with other tensors in the parameters' places, as by functional_call in a forward.
+            own = getattr(layer, "_parameters", {})
+            is_own = sharded or all(
+                own[local] is leaves[name]
+                for local, name in tracked.parameters.items()
+                if local in own
+            )
+            rules[tracked] = [tracked.rule] if is_own and rules.get(tracked, True) else []
             return output.detach()
         candidates = rules.setdefault(tracked, [tracked.rule, *tracked.rule.alternatives])
         if candidates and dtypes:  # one rule must match all runs of the layer

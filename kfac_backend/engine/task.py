@@ -107,7 +107,7 @@ class Task:
 
         Raises:
             ValueError: the model's own loss equals ours neither with these labels nor with shifted
-                ones.
+                ones; numbers at positions that a mask hides.
         """
         if not isinstance(y, Tensor):
             return y  # reported with the outputs
@@ -121,9 +121,10 @@ class Task:
             y = y.masked_fill(y == mark, IGNORED)
         if self.shifts is None and model is not None:
             self.shifts = self._shifts_inside(model, x, y)
-        hidden = None
-        if self.likelihood.has_labels:
-            mask = self.mask(x) if isinstance(mask, str) else mask
+        hidden, mask = None, self.mask(x) if isinstance(mask, str) else mask
+        if not self.likelihood.has_labels:
+            self._check_hidden(y, mask)
+        else:
             hidden = None if mask is None or mask.shape != y.shape else ~mask.to(y.device)
         if hidden is None and not self.shifts:
             return y
@@ -141,6 +142,19 @@ class Task:
             # Before the shift the mask hides labels, after it the positions that would predict one.
             y = y if hidden is None else y.masked_fill(hidden, IGNORED)
         return y
+
+    def _check_hidden(self, y: Tensor, mask: Tensor | None) -> None:
+        """Raise a ValueError if numbers at positions that a mask hides would count in the loss."""
+        if mask is None or y.dim() != 3 or y.shape[:-1] != mask.shape:
+            return
+        if isinstance(self.likelihood, Weighted) and not y[..., -1][~mask.to(y.device)].any():
+            return
+        raise ValueError(
+            f"'{self.options.dict_key_mask}' hides positions, and likelihood '{self.likelihood}' "
+            "counts the targets of all: only labels can be left out. Give each position a weight, "
+            f"0 where it is hidden (\"weighted(of='{self.likelihood}')\"), or let all positions "
+            "count (dict_key_mask=None)."
+        )
 
     def telling_examples(self, y: Tensor) -> Tensor:
         """The first two examples whose labels can tell whether the model shifts them."""

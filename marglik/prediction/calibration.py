@@ -53,6 +53,7 @@ from marglik.prediction.links import (
     Calibration,
     CalibrationFit,
     Link,
+    Prediction,
     deviations,
     negative_log_scores,
     variances_of,
@@ -334,7 +335,17 @@ def calibrate(
         generator.set_state(state)
         predictives.append(laplace_predictive(posterior, config, generator, calibration))
     uncalibrated, predict = predictives
-    return CalibratedPredictive(**vars(predict), uncalibrated=uncalibrated, fit=fit)
+
+    def at_calibration(x: Any) -> Prediction:
+        if config.label not in posterior.calibrations:
+            raise ValueError(
+                "The posterior's prior precision, noise or temperature has changed since it was "
+                "calibrated. Calibrate it again."
+            )
+        return predict(x)
+
+    arguments = vars(predict) | {"predict": at_calibration}
+    return CalibratedPredictive(**arguments, uncalibrated=uncalibrated, fit=fit)
 
 
 def calibrations_of(
@@ -509,6 +520,7 @@ def _least(
     bounds = [LOG_SCALES] * has_scale + [(own + of_sharpness[0], own + of_sharpness[1])]
     bounds += [(0.0, _log_noise(LARGEST_NOISE))] * has_noise
 
+    @torch.enable_grad()
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, dtype=torch.float64, requires_grad=True)
         s = v[0].exp() if has_scale else torch.tensor(scale)

@@ -235,9 +235,19 @@ def confidence_threshold(
         right: (N,) whether each is right.
         risk: the share, between 0 and 1.
         level: the probability, between 0 and 1.
+
+    Raises:
+        ValueError: numbers that are none of these.
     """
     with extra("statistics"):
         from scipy.stats import binom, nbinom
+    if not (0 < risk < 1 and 0 < level < 1):
+        raise ValueError(f"risk and level lie between 0 and 1; these are {risk} and {level}.")
+    if confidence.dim() != 1 or confidence.shape != right.shape or confidence.isnan().any():
+        raise ValueError(
+            f"confidence {tuple(confidence.shape)} and right {tuple(right.shape)} must have one "
+            "number for each answer, (N,), and no NaN."
+        )
     ordered, order = confidence.sort(descending=True)
     wrong, N = (~right[order]).cumsum(0), len(order)
 

@@ -92,7 +92,7 @@ def suspicious_labels(
         output_temperature: τ of that calibration: these probabilities are of p̄^(1/τ), normalised.
 
     Raises:
-        ValueError: shapes that do not fit, or labels that are no classes.
+        ValueError: shapes that do not fit, labels that are no classes, or no probabilities.
     """
     p = probabilities.detach().double()
     p = p.mean(0) if p.dim() == 3 else p
@@ -107,6 +107,12 @@ def suspicious_labels(
         raise ValueError(
             f"Labels reach from {int(label.min())} to {int(label.max())}, but the probabilities "
             f"are of {p.shape[1]} classes; pass labels in 0..{p.shape[1] - 1}."
+        )
+    tolerance = max(1e-3, 4 * torch.finfo(probabilities.dtype).eps)
+    if not ((p >= 0).all() and ((p.sum(1) - 1).abs() < tolerance).all()):
+        raise ValueError(
+            "These are no probabilities of classes, which are at least 0 and sum to 1 for each "
+            "example; pass the softmax of the network's outputs."
         )
     log_p = p.clamp_min(1e-12).log()  # (M, C)
     surprise = -log_p.gather(1, label[:, None]).squeeze(1)

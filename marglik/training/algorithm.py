@@ -42,7 +42,7 @@ from marglik.training.learned_numbers import (
 )
 from marglik.training.random_state import own_random_numbers, seeded_random_numbers
 from marglik.training.samples import curvature_plan, pass_of_update
-from marglik.training.state import LearnerState, Problem
+from marglik.training.state import LearnerState, Problem, check_optimizer
 
 
 def start(
@@ -97,9 +97,11 @@ def penalty(
         with_value: whether to return ½ Σ wd ‖θ‖², see `add_penalty`.
     """
     part, policy = problem.parts[index], problem.options.policy
+    check_optimizer(part.optimizer)
     # Step 1: average, and count the step. ``state.epoch`` epochs have ended: this is the next.
     if problem.options.schedule.is_averaged(state.epoch + 1):
         state.averages[index].add()  # θ as the steps before left it; `take_average` adds the last
+        state.measures.frozen_norms = [n for n, norm in problem.norms.items() if not norm.training]
     state.steps[index] += 1
     # Step 2: in the first ten steps, find scale-invariant weights; after the tenth, raise δ once.
     policy.look_at_first_steps(problem, state, part)
@@ -116,8 +118,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     Args:
         problem: what is trained.
         state: changed in place; after an exception it is as before, and the call can be repeated.
-        epoch: number of the epoch that has ended, from 1; one that has ended before, as after a
-            resume, is ignored.
+        epoch: that has ended, from 1; one that ended before, as after a resume, is ignored.
 
     Raises:
         FloatingPointError: the evidence is not finite.
@@ -125,6 +126,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     schedule = problem.options.schedule
     if epoch <= state.epoch:
         return {}
+    schedule.warn_beyond(epoch)
     with state.unchanged_by_errors(problem.model):
         state.epoch = epoch
         state.take_replayed_decays(problem)  # of another member of an ensemble
@@ -156,6 +158,7 @@ def fit(
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit the Laplace posterior, then make steps on its log marginal likelihood."""
     hyper, options, N = state.hyperparameters, problem.options, problem.num_data
+    problem.check_trainable()
     plan = curvature_plan(problem, state, is_last)
     curvature, data = pass_of_update(problem, state, plan, is_last)
     is_sample, former = plan.num_examples < N, state.posterior
@@ -165,10 +168,9 @@ def fit(
         temperature=options.temperature, structure=options.hessian_structure,
         process_group=problem.ranks.process_group,
     )  # fmt: skip
-    if former is not None:
-        posterior.curvature_pass = former.curvature_pass  # which has proved the model
-        if is_last:
-            posterior.prove_again()
+    posterior.curvature_pass = former.curvature_pass if former else None  # it has proved the model
+    if is_last:
+        posterior.prove_again()
     # Random numbers of its own: the loop's must not depend on when updates happen.
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):

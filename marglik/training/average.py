@@ -5,7 +5,7 @@ That of Izmailov et al. 2018 (arXiv:1803.05407), algorithm 1; torch.optim.swa_ut
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -53,11 +53,18 @@ class WeightAverage:
         self.count = 0
         """Number of steps that are averaged."""
         self.is_written = False
-        """Whether the parameters have their averages now."""
+        """Whether the parameters have their averages since the training's end."""
+        self.is_lent = False
+        """Whether they have them for now, within `written`."""
 
     @torch.no_grad()
     def add(self) -> None:
         """Include the present values."""
+        if self.is_lent:
+            raise RuntimeError(
+                "The optimiser stepped within averaged(), at whose end the parameters go back to "
+                "what they were before. Train outside of it."
+            )
         if not self.count:
             self._values = [part.clone() for part in local_parts(self._parameters)]
         else:
@@ -82,11 +89,11 @@ class WeightAverage:
         with_present.load_state_dict(self.state_dict())
         with_present.add()
         with_present.write()
-        self.is_written = True
+        self.is_lent = True
         try:
             yield
         finally:
-            self.is_written = False
+            self.is_lent = False
             with torch.no_grad():
                 torch._foreach_copy_(local_parts(self._parameters), present)
 
@@ -120,10 +127,10 @@ class WeightAverage:
         ]
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """The layers with running statistics."""
-    norms = (m for m in model.modules() if isinstance(m, _BatchNorm))
-    return [norm for norm in norms if norm.running_mean is not None]
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The layers with running statistics, by name."""
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    return {name: norm for name, norm in norms.items() if norm.running_mean is not None}
 
 
 @torch.no_grad()
@@ -132,14 +139,18 @@ def renew_batch_norm(
     loader: Loader,
     options: TargetOptions,
     ranks: Ranks = Ranks(None),  # noqa: B008
+    frozen: Collection[str] = (),
 ) -> None:
     """Set BatchNorm's running statistics to their means over the batches, at present parameters.
+
+    Those of ``frozen``, which the training ran in eval mode, stay as they are.
 
     The statistics that training collected belong to the parameters of the steps, not to their
     average. As `torch.optim.swa_utils.update_bn`, for any kind of batch and for several ranks, some
     of whose batches may be empty.
     """
-    norms = batch_norms(model)
+    kept = [norm for name, norm in batch_norms(model).items() if name in frozen]
+    norms = [norm for name, norm in batch_norms(model).items() if name not in frozen]
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]
@@ -155,6 +166,8 @@ def renew_batch_norm(
                 num_batches += len(y) > 0
                 if len(y) or is_sharded(model):  # the other ranks' batches need this one's part
                     model.train(len(y) > 0)  # otherwise statistics stay as they are
+                    for norm in kept:
+                        norm.eval()
                     # Not every model can run without examples.
                     latest = x = x if len(y) or latest is None else latest
                     # A copy, since a model may change its input in place.
@@ -188,7 +201,9 @@ def take_average(problem: "Problem", state: "LearnerState") -> None:
         state.steps_at_update = None
         with forked_random_numbers(problem.model):
             targets = problem.options.curvature
-            renew_batch_norm(problem.model, problem.loader, targets, problem.ranks)
+            renew_batch_norm(
+                problem.model, problem.loader, targets, problem.ranks, state.measures.frozen_norms
+            )
         for average in state.averages:
             average.is_written = True
         _logger.info("parameters are their mean over the last %d of %d steps", averaged_steps, made)
@@ -215,14 +230,15 @@ def averaged(problem: "Problem", state: "LearnerState") -> Iterator[nn.Module]:
     collective.
     """
     with ExitStack() as stack:
-        if state.has_average and not state.averages[0].is_written:
+        first = state.averages[0]
+        if state.has_average and not (first.is_written or first.is_lent):
             for average in state.averages:
                 stack.enter_context(average.written())
-            norms = batch_norms(problem.model)
+            norms, frozen = batch_norms(problem.model).values(), state.measures.frozen_norms
             statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]
             stack.callback(lambda: [buffer.copy_(value) for buffer, value in statistics])
             data, targets = own_iteration(problem.loader), problem.options.curvature
             # The loop must draw the same numbers whether it validates or not.
             with random_numbers_restored(problem.loader):
-                renew_batch_norm(problem.model, data, targets, problem.ranks)
+                renew_batch_norm(problem.model, data, targets, problem.ranks, frozen)
         yield problem.model

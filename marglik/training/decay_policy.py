@@ -83,6 +83,8 @@ class Measures:
     """How many of these have been left out already, ..."""
     all_left_out: int = 0
     """... and how many in the whole training."""
+    frozen_norms: list[str] = field(default_factory=list)
+    """Names of the BatchNorms that the latest averaged step ran in eval mode."""
     has_estimates: bool = False
     """Whether evidences are estimates, from samples or from random vectors."""
     examples_for_gamma: int = 0

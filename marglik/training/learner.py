@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys
 from kfac_backend.ranks import Ranks
-from marglik.augmentation.ranges import ranges_of, set_ranges
+from marglik.augmentation.ranges import ranges_of
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups, precision_to_weight_decay
 from marglik.training import algorithm
@@ -61,7 +61,7 @@ class PriorLearner:
     ) -> None:
         self.options = LearnerOptions.of(likelihood, curvature, schedule, policy, options)
         self._hyperparameters = hyperparameters
-        self._replayed: tuple[Mapping[int, Any], Mapping[str, float]] = {}, {}
+        self._replayed: tuple[Mapping[int, Any], Mapping[str, float], list[str]] = {}, {}, []
         self._saved: Mapping[str, Any] | None = None  # loaded, and applied by the start
         self._hooks: StepHooks | None = None
         self.problem: Problem  # from the start on: what is trained,
@@ -113,9 +113,7 @@ class PriorLearner:
         optimizers = optimizers_of(optimizer)
         problem = Problem.of(options, model, optimizers, loader, ranks, steps, held_out)
         remove_hooks(optimizers)  # also of one whose tensors are all frozen now
-        problem.replayed, ranges = self._replayed
-        if ranges:
-            set_ranges(model, ranges)
+        problem.replay(*self._replayed)
         hyper = self._hyperparameters or problem.initial_hyperparameters()
         self.state = algorithm.start(problem, hyper, self._saved, loss=loss, sums_terms=sums_terms)
         self.problem, self._saved = problem, None
@@ -185,7 +183,8 @@ class PriorLearner:
         learner = PriorLearner(likelihood, hyperparameters=hyper)
         schedule = replace(self.problem.options.schedule, updates=0)
         learner.options = replace(self.options, likelihood=learner.likelihood, schedule=schedule)
-        learner._replayed = dict(self.state.decay_history), ranges_of(self.problem.model)
+        ranges, names = ranges_of(self.problem.model), [*self.problem.named]
+        learner._replayed = dict(self.state.decay_history), ranges, names
         return learner
 
     def state_dict(self) -> dict[str, Any]:

@@ -55,13 +55,17 @@ def num_batches(loader: Any) -> int:
 
 def steps_in_epoch(loader: Loader, steps: int | None) -> int:
     """The number of steps in an epoch that was given, or that of the loader's batches."""
-    if steps is None and not isinstance(loader, Sized):
-        raise ValueError(
-            f"The loader, {type(loader).__name__}, has no length. Pass steps_per_epoch=, the "
-            "number of the optimiser's steps in an epoch."
-        )
-    steps = len(loader) if steps is None else steps  # pyright: ignore[reportArgumentType]
+    if steps is None:
+        try:
+            steps = len(loader)  # pyright: ignore[reportArgumentType]
+        except TypeError as error:  # also a DataLoader, of an IterableDataset
+            raise ValueError(
+                f"The loader, {type(loader).__name__}, has no length. Pass steps_per_epoch=, the "
+                "number of the optimiser's steps in an epoch."
+            ) from error
     check_positive("steps_per_epoch", steps)
+    if steps != int(steps):
+        raise ValueError(f"steps_per_epoch must be an integer, not {steps}.")
     return steps
 
 

@@ -7,6 +7,7 @@ zero early freezes a network before its decays are found, and the average of a f
 changes nothing.
 """
 
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -88,6 +89,18 @@ class Schedule:
     def is_due_within(self, epoch: int) -> bool:
         """Whether an update follows this epoch, which is not the last one."""
         return self.is_due(epoch) and epoch != self.epochs
+
+    def warn_beyond(self, epoch: int) -> None:
+        """Warn at the end of the first epoch, from 1, beyond those that were announced."""
+        if self.epochs is not None and epoch == self.epochs + 1:
+            average = " and the average is over all steps since their last third began"
+            warnings.warn(
+                f"The training goes on after the {self.epochs} epochs that start was told: updates "
+                f"were spread over these,{average if self.averages else ' and have ended'}. Pass "
+                "the number of epochs, or steps_per_epoch if gradients are accumulated, to start.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def is_late(self, epoch: int) -> bool:
         """Whether the end of this epoch, from 1, begins or lies in the last third of the epochs.

@@ -35,7 +35,7 @@ from marglik.posterior.prior import (
     UpdateMethod,
     weight_decay_to_precision,
 )
-from marglik.training.average import WeightAverage
+from marglik.training.average import WeightAverage, batch_norms
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
 from marglik.training.loaders import Loader, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
@@ -238,6 +238,40 @@ class Problem:
         return Hyperparameters(
             groups, delta, sigma_noise=sigma, learn_sigma_noise=learns, method=method, lr=options.lr
         )
+
+    @cached_property
+    def norms(self) -> dict[str, nn.Module]:
+        """The network's BatchNorms with running statistics, by name."""
+        return {**batch_norms(self.model)}
+
+    def replay(
+        self,
+        decays: Mapping[int, tuple[Tensor, Tensor, str]],
+        ranges: Mapping[str, float],
+        names: list[str],
+    ) -> None:
+        """Take the decays and ranges of a training of parameters with these names.
+
+        Raises:
+            ValueError: this network has other parameters.
+        """
+        if decays and names != [*self.named]:
+            raise ValueError(
+                f"The decays to replay are of parameters {', '.join(names)}, and this network has "
+                f"{', '.join(self.named)}. The members of an ensemble need one architecture."
+            )
+        self.replayed = decays
+        if ranges:
+            set_ranges(self.model, ranges)
+
+    def check_trainable(self) -> None:
+        """Raise a ValueError if other parameters are trained than at the start."""
+        trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        if changed := sorted(trainable ^ self.named.keys()):
+            raise ValueError(
+                f"Parameter '{changed[0]}' was frozen or unfrozen since start, which counts those "
+                "that are trained. Call start again after each change of requires_grad."
+            )
 
     @property
     def rate(self) -> float:
@@ -596,6 +630,21 @@ def optimizers_of(
     return optimizers
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError for options with which the prior's gradient would act otherwise."""
+    for group in optimizer.param_groups:
+        if group.get("weight_decay"):
+            raise ValueError(
+                "The optimiser has a weight decay of its own; the prior takes its place. Set the "
+                "optimiser's weight_decay to 0."
+            )
+        if group.get("maximize"):
+            raise ValueError(
+                "The optimiser maximises, which would let parameters grow by the prior's gradient. "
+                "Minimise the loss's negative (maximize=False)."
+            )
+
+
 def parts_of(
     optimizers: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.Parameter]
 ) -> list[Part]:
@@ -606,12 +655,8 @@ def parts_of(
     """
     owners: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
+        check_optimizer(optimizer)
         for group in optimizer.param_groups:
-            if group.get("weight_decay"):
-                raise ValueError(
-                    "The optimiser has a weight decay of its own; the prior takes its place. "
-                    "Set the optimiser's weight_decay to 0."
-                )
             for p in group["params"]:
                 owners.setdefault(id(p), index)
     if missing := [name for name, p in named.items() if id(p) not in owners]:

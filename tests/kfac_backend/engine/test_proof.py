@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -40,6 +41,11 @@ def factors(model, *xs, **options):
     """Of batches of inputs or mappings; labels of inputs are 0, 1, 0, ..."""
     batches = [x if isinstance(x, dict) else (x, torch.arange(len(x)) % 2) for x in xs]
     return kronecker_factors(model, batches, "classification", **options)
+
+
+def halved(layer):
+    """Other tensors in the places of a layer's parameters."""
+    return {name: p.detach() / 2 for name, p in layer.named_parameters()}
 
 
 def over_a_constant(norm):
@@ -257,6 +263,11 @@ PAIRS = {
         linear,
         lambda m, x: m.head((3 * m.fc(x)).tanh().mean(1)),
         {"fc": tripled(), "head": nn.Linear(3, 3)}, (normal(4, 4, 3),), LAYER,
+    ),
+    "a layer on other tensors": (
+        lambda m, x: m.head((m.fc(x) + functional_call(m.fc, halved(m.fc), x)).tanh().mean(1)),
+        lambda m, x: m.head((m.fc(x) + F.linear(x, *halved(m.fc).values())).tanh().mean(1)),
+        {"fc": nn.Linear(3, 3), "head": nn.Linear(3, 3)}, (normal(4, 4, 3),),
     ),
     "derived convolution": (
         lambda m, x: m.head(m.conv(x).tanh().mean((2, 3))),

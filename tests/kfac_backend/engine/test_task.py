@@ -322,3 +322,55 @@ def test_labels_of_another_shape_are_named_in_every_mode(targets):
             kronecker_factors(network(), [(X, targets)], "classification", kfac_approx=mode)
         messages.add(str(raised.value))
     assert len(messages) == 1
+
+
+def masked(R=5):
+    x = normal(6, R, 4)
+    mask = torch.ones(6, R, dtype=torch.long)
+    mask[0, -1] = 0
+    return {"x": x, "attention_mask": mask}
+
+
+def test_numbers_at_hidden_positions_would_count_and_are_refused():
+    """But for weights of 0 there, with which the loss is that of the others alone."""
+
+    class PerPosition(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 1)
+
+        def forward(self, batch):
+            return self.fc(batch["x"]) * batch["attention_mask"][..., None]
+
+    model, batch, y = PerPosition().double(), masked(), normal(6, 5, 1)
+    with pytest.raises(ValueError, match=r"counts the targets of all.*weighted\(of='regression'\)"):
+        kronecker_factors(model, [(batch, y)], "regression", kfac_approx="expand")
+    weights = batch["attention_mask"].double()[..., None]
+    of_weighted = [(batch, torch.cat([y, weights], -1))]
+    found = kronecker_factors(model, of_weighted, "weighted(of='regression')", kfac_approx="expand")
+    errors = (model(batch) - y).square() * weights
+    assert found.loss == pytest.approx(0.5 * errors.sum().item())
+    counted = kronecker_factors(
+        model, [(batch, y)], "regression", kfac_approx="expand", dict_key_mask=None
+    )
+    assert counted.loss > found.loss
+
+
+def test_layers_with_other_positions_than_a_mask_are_named():
+    class WithClassToken(nn.Module):
+        def __init__(self, more):
+            super().__init__()
+            self.fc, self.head, self.more = nn.Linear(4, 3), nn.Linear(3, 2), more
+
+        def forward(self, batch):
+            x, mask = batch["x"], batch["attention_mask"].double()
+            x = torch.cat([x[:, :1].detach(), x], 1) if self.more else x
+            mask = torch.cat([mask[:, :1], mask], 1) if self.more else mask
+            return self.head((self.fc(x).tanh() * mask[..., None]).sum(1))
+
+    data = [(masked(), torch.arange(6) % 2)]
+    with pytest.warns(UserWarning, match=r"does not fit the inputs of 'fc' \(Linear\), whose"):
+        kronecker_factors(WithClassToken(True).double(), data, "classification")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kronecker_factors(WithClassToken(False).double(), data, "classification")

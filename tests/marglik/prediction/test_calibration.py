@@ -241,6 +241,12 @@ def test_a_posterior_remembers_its_calibration_and_forgets_it_with_what_it_was_o
         loaded.calibrations = {"Laplace, mc": {}}
         change()
         assert loaded.calibrations == {}
+    la.prior_precision = 2.0  # what calibrate returned is of the old one
+    with pytest.raises(ValueError, match="prior precision, noise or temperature has changed"):
+        found(x)
+    with torch.no_grad():  # a fit and a calibration need gradients, whatever the caller needs
+        la.fit([(x, y)])
+        assert calibrate(la, [(x, y)], config)(x).mean.isfinite().all()
 
 
 def test_linearised_networks_and_variances_alone_are_calibrated_as_covariances():

@@ -287,6 +287,14 @@ def test_confidence_threshold_by_hand():
     assert confidence_threshold(c[:22], right[:22], risk=0.1, level=0.9) == c[21].item()
     assert confidence_threshold(c[:21], right[:21], risk=0.1, level=0.9) == math.inf
     assert confidence_threshold(c, ~right, risk=0.5, level=0.9) == math.inf
+    for wrong in (
+        {"risk": 5.0},
+        {"level": 1.0},
+        {"right": right[1:]},
+        {"confidence": c * math.nan},
+    ):
+        with pytest.raises(ValueError, match=r"between 0 and 1|no NaN"):
+            confidence_threshold(**{"confidence": c, "right": right} | wrong)
     # Answers that are as sure are answered, too, and so are tested: half of these are wrong.
     alike = torch.arange(500) < 100
     assert confidence_threshold(torch.ones(500), alike, risk=0.1, level=0.9) == math.inf

@@ -149,3 +149,11 @@ def test_probabilities_of_being_wrong_are_bayes_rule_and_calibrated():
     share = (y != true)[other.index][some].double().mean()
     assert share > 0.1 + other.wrong[some].mean()
     assert suspicious_labels(y, p).wrong is None
+
+
+def test_logits_are_no_probabilities():
+    logits = torch.randn(6, 3)
+    for wrong in (logits, logits.log_softmax(1), logits.sigmoid()):
+        with pytest.raises(ValueError, match="no probabilities of classes"):
+            suspicious_labels(torch.zeros(6, dtype=torch.long), wrong)
+    suspicious_labels(torch.zeros(6, dtype=torch.long), logits.softmax(1).bfloat16())

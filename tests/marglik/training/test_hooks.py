@@ -14,6 +14,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
 from kfac_backend.likelihoods import StudentT
 from marglik import OnlineTraining, PriorLearner
@@ -398,6 +399,55 @@ def test_what_cannot_be_trained_is_named_at_the_start():
         prior.start(model, sgd(model), (batch for batch in loader()), 2)
     model[0].requires_grad_(False)
     prior.start(model, head, loader(), 2)
+
+
+def test_what_changes_after_the_start_is_named():
+    """A weight decay, which parameters are trained, the number of epochs; and where a step is."""
+    model, prior = network(), PriorLearner("classification", every=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, maximize=True)
+    with pytest.raises(ValueError, match="optimiser maximises"):
+        prior.start(model, optimizer, loader(), 2)
+    for steps in (0, 2.5):
+        with pytest.raises(ValueError, match="steps_per_epoch must be"):
+            prior.start(model, sgd(model), loader(), 2, steps_per_epoch=steps)
+    endless = DataLoader(Endless(), 4)
+    with pytest.raises(ValueError, match="DataLoader, has no length. Pass steps_per_epoch="):
+        prior.start(model, sgd(model), endless, 2)
+
+    prior.start(model, optimizer := sgd(model), loader(), 3)
+
+    def epoch():
+        for x, y in loader():
+            plain(model, optimizer, lambda: None, x, y, 0)
+
+    epoch()
+    optimizer.param_groups[0]["weight_decay"] = 4.0
+    with pytest.raises(ValueError, match="weight decay of its own"):
+        epoch()
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'0.bias' was frozen or unfrozen since start"):
+        epoch()
+    model[0].bias.requires_grad_(True)
+    with pytest.warns(RuntimeWarning, match="goes on after the 3 epochs"):
+        for _ in range(3):
+            epoch()
+    with pytest.raises(RuntimeError, match="stepped within averaged"), prior.averaged():
+        epoch()
+    prior.finish()
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from zip(*dataset().tensors, strict=True)
+
+
+def test_decays_are_replayed_by_networks_of_one_architecture():
+    model, prior = network(), PriorLearner("classification")
+    learn(model, sgd(model), prior, loader(), 2)
+    other = nn.Sequential(nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"parameters 0.weight, 0.bias, 2.weight.* has 0.weight"):
+        prior.replay().start(other, sgd(other), loader(), 2)
 
 
 def test_a_closure_that_is_evaluated_twice_is_an_error():

@@ -38,6 +38,7 @@ from tests.marglik.callbacks.online import (
     sgd,
 )
 from tests.marglik.plain_loop import learn
+from tests.marglik.states import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,6 +121,30 @@ def test_training_ends_at_the_mean_of_the_last_thirds_steps():
         posterior.mean, torch.cat([p.detach().flatten() for p in model.parameters()])
     )
     assert float(posterior.log_marginal_likelihood()) == pytest.approx(prior.evidences[-1])
+
+
+def test_statistics_that_training_left_alone_stay():
+    """Of a frozen network's BatchNorm in eval mode, at the end and within the training."""
+    torch.manual_seed(0)
+    body, head = with_norm()[:3], nn.Linear(6, 3).double()
+    body.eval().requires_grad_(False)
+    model, data, prior = nn.Sequential(body, head), in_double(), PriorLearner("classification")
+    own = nn.Sequential(body, nn.Sequential(head, nn.BatchNorm1d(3).double()))
+    for network_, renewed in ((model, False), (own, True)):
+        before = deepcopy(body[1].state_dict())
+        optimizer = torch.optim.SGD([p for p in network_.parameters() if p.requires_grad], 0.1)
+        prior.start(network_, optimizer, data, 3)
+        for _ in range(3):
+            for x, y in data:
+                optimizer.zero_grad()
+                cross_entropy(network_(x), y).backward()
+                optimizer.step()
+        trained = deepcopy(own[1][1].running_mean)
+        with prior.averaged():
+            assert same(body[1].state_dict(), before)
+        prior.finish()
+        assert same(body[1].state_dict(), before)
+        assert torch.equal(own[1][1].running_mean, trained) != renewed
 
 
 def test_the_average_so_far_is_validated_and_the_training_goes_on_as_without():
