@@ -182,8 +182,8 @@ class RunRecord:
     """Layers with several rows for each example by the proof, but no multiple of N rows now."""
     masked: set[TrackedLayer] = field(default_factory=set)
     """Layers of whose rows a mask of positions hides some."""
-    unmasked: dict[str, None] = field(default_factory=dict)
-    """Names of layers with several positions, in order, which a mask of positions does not fit."""
+    unmasked: dict[str, int] = field(default_factory=dict)
+    """Layer that a mask of positions does not fit -> the number of its positions, if several."""
 
     def begin(self, tracked: TrackedLayer, assignment: RuleAssignment) -> tuple[int, Run]:
         """The number of the layer's run that begins, from 0, and what it works on."""
@@ -441,8 +441,10 @@ class Capture:
         rows = None if declared is None else rows_of(tracked, a, declared)
         if rows is not None and rows.of_positions and not rows.all_count:
             record.masked.add(tracked)
-        if rows is None and declared is not None and len(a) == N and _num_positions(tracked, a) > 1:
-            record.unmasked[str(tracked)] = None
+        if rows is None and declared is not None and N and len(a) == N:
+            features = 1 if tracked.rule.takes_integers else a.shape[tracked.rule.features]
+            if (number_of_all := a.numel() // max(features, 1)) > N:
+                record.unmasked[str(tracked)] = number_of_all
         # Not within a mask of positions: it would have to be grouped in the same way.
         if kind == "several" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
@@ -523,12 +525,6 @@ def layer_hooks(
             hook = partial(after, tracked)
             handles.callback(layer.register_forward_hook(hook, with_kwargs=True).remove)
     return handles
-
-
-def _num_positions(tracked: TrackedLayer, a: Tensor) -> int:
-    """How many positions each of the first axis' entries has in a layer's input."""
-    features = 1 if tracked.rule.takes_integers else a.shape[tracked.rule.features]
-    return a[0].numel() // max(features, 1)
 
 
 def _refuse_another_run(tracked: TrackedLayer, *_: Any) -> None:

@@ -240,9 +240,12 @@ class Proof:
         with counted_positions(mask):
             _, runs = verify_independence(self._model, self.assignment, x, counted=counted)
         self.holds_for_masks, self.masked = True, self.masked | runs.masked
-        if runs.unmasked:
+        # As many as the mask counts: the model has dropped what it hides.
+        counts = None if mask is None else int(mask.sum())
+        unmasked = [name for name, number in runs.unmasked.items() if number != counts]
+        if counts is not None and unmasked:
             warnings.warn(
-                f"The mask of positions does not fit the inputs of {', '.join(runs.unmasked)}, "
+                f"The mask of positions does not fit the inputs of {', '.join(unmasked)}, "
                 "whose positions are others: all of them count, so that factors depend on the "
                 "padding. Say which count (examples_of_rows), or batch examples of one length.",
                 stacklevel=2,

@@ -135,8 +135,8 @@ class PriorLearner:
         """Take the average of the parameters and fit the posterior there; returns what to log.
 
         Of an early end, the average is over the steps in the last third of the announced epochs, if
-        they are a sixth of those made; or there is none and a warning says so. After an error it can be called again. With
-        average=False the network keeps its parameters, such as those of the best epoch.
+        they are a sixth of those made; or there is none and a warning says so. It can be called
+        again after an error. With average=False the network keeps its parameters.
 
         Raises:
             FloatingPointError: the evidence is not finite.

@@ -284,6 +284,7 @@ class Trims(nn.Module):
         return (y * counts).sum(1) / counts.sum(1)
 
 
+@pytest.mark.filterwarnings("ignore:The mask of positions does not fit the inputs of 'conv'")
 def test_masks_are_proved_again_where_they_hide_other_layers_rows():
     """A mask fits no layer of a trimmed batch, so that such a batch proves nothing of masks."""
     whole = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
