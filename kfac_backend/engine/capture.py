@@ -178,6 +178,8 @@ class RunRecord:
     """How many examples the rows of a layer's runs belong to."""
     has_row_groups: bool = False
     """Whether rows were taken for several of each example."""
+    rows: set[tuple[TrackedLayer, int]] = field(default_factory=set)
+    """How many rows each example has in layers with several, if these follow one another."""
     not_divisible: list[TrackedLayer] = field(default_factory=list)
     """Layers with several rows for each example by the proof, but no multiple of N rows now."""
     masked: set[TrackedLayer] = field(default_factory=set)
@@ -449,6 +451,7 @@ class Capture:
         if kind == "several" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
             record.has_row_groups = True
+            record.rows.add((tracked, len(a) // N))
             if len(a) % N:
                 record.not_divisible.append(tracked)
         # Step 3: report the input, and remember that a gradient has to come.

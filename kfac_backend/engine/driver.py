@@ -32,7 +32,7 @@ from kfac_backend.engine.batches import (
     split_batch,
     splits_by_example,
 )
-from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.capture import Capture, RunRecord, Sink
 from kfac_backend.engine.model_calls import in_channels_last, is_out_of_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
@@ -306,8 +306,11 @@ class Driver:
             self.task.likelihood, f, y, self.state.generator, may_ignore=self.task.may_ignore
         )
 
-    def add_part(self, x: Any, y: Any, mask: Tensor | None = None) -> None:
-        """Add one part of a batch, of any number of examples; a mask says which positions count."""
+    def add_part(self, x: Any, y: Any, mask: Tensor | None = None) -> RunRecord:
+        """Add one part of a batch, of any number of examples; returns the layers' runs.
+
+        A mask says which positions count.
+        """
         likelihood, capture = self.task.likelihood, self.capture()
         with self.sink.part():
             with counted_positions(mask), capture:
@@ -334,6 +337,7 @@ class Driver:
         # Counted last: a part that failed must not count.
         self.state.add(f, y, likelihood)
         self.state.loss += loss_sum(f.detach(), y, likelihood)
+        return capture.runs
 
     # ---- Batches that fit into memory.
 
@@ -354,7 +358,10 @@ class Driver:
                     with proof.part(len(part[1])):
                         self.add_part(*part)
             else:
-                self.add_part(x, y, mask)
+                rows = self.add_part(x, y, mask).rows
+                if not (self.sharded or rows <= proof.rows):
+                    counted = counted_terms(y, self.task.likelihood)
+                    proof.make_for_rows(rows, x, len(y), counted)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

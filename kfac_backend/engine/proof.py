@@ -82,6 +82,8 @@ class Proof:
         """Whether `make_for_masks` has proved its part, for the layers in ``masked``."""
         self.masked: set[TrackedLayer] = set()
         """Layers some of whose rows a mask hid in that proof."""
+        self.rows: set[tuple[TrackedLayer, int]] = set()
+        """Numbers of rows of an example, with the layers, with which independence was proved."""
         self.assignment = assignment
         """The tracked layers; once the proof is made, with their runs and matching rules."""
         self.plan = Plan()
@@ -110,7 +112,7 @@ class Proof:
         if not self.is_of_this_structure():
             return False
         self._uses_verified = self._independence_verified = self.holds_for_masks = False
-        self.masked = set()
+        self.masked, self.rows = set(), set()
         return True
 
     def make(self, x: Any, N: int | None, counted: Tensor | None = None) -> None:
@@ -136,13 +138,7 @@ class Proof:
         if N is not None:
             device = next(self._model.parameters()).device
             self.plan, self._in_parts = make_plan(self._model, x, N, device), None
-            # `with_first_again` appends two copies: no more examples in all than a part, or the
-            # batch.
-            most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
-            if self.plan.splits and N > most:  # a few, spread evenly over the batch
-                index = torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
-                x, N = examples(x, index), most
-                counted = None if counted is None else counted[index]
+            x, N, counted = self._few(x, N, counted)
         try:
             with forked_random_numbers(self._model):
                 while True:  # ends, as each refusal takes parameters away or raises
@@ -162,6 +158,36 @@ class Proof:
         self.assignment, self._uses_verified = assignment, True
         if self._independence_verified:
             self._structure = _structure(self._model)
+
+    def _few(self, x: Any, N: int, counted: Tensor | None) -> tuple[Any, int, Tensor | None]:
+        """Some examples, spread evenly over the batch, if it can be split."""
+        # `with_first_again` appends two copies: no more examples in all than a part, or the batch.
+        most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
+        if not self.plan.splits or N <= most:
+            return x, N, counted
+        device = next(self._model.parameters()).device
+        index = torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
+        return examples(x, index), most, None if counted is None else counted[index]
+
+    def make_for_rows(
+        self, rows: set[tuple[TrackedLayer, int]], x: Any, N: int, counted: Tensor | None
+    ) -> None:
+        """Prove that examples' rows follow one another where they are more or fewer than before.
+
+        Of sequences that a mask has packed, a first batch of equal lengths looks as if each example
+        had as many rows as the others in all batches.
+        """
+        x, N, counted = self._few(x, N, counted)
+        x, numbers = with_first_again(x, N, self.plan.splits)
+        try:
+            with forked_random_numbers(self._model):
+                verify_independence(self._model, self.assignment, x, numbers, counted)
+        except _Mixed as mixed:
+            raise NotImplementedError(
+                f"{mixed} In earlier batches each example had as many rows as the others. Say "
+                "which example each row belongs to (examples_of_rows)."
+            ) from mixed
+        self.rows |= rows
 
     def _holds_again(self, x: Any, N: int | None, counted: Tensor | None) -> bool:
         """Prove on two examples that the assignment still holds; False if it does not.
@@ -305,7 +331,7 @@ class Proof:
             # independent, in another order; then only their examples are unknown.
             except _Mixed as mixed:
                 assignment = _without_several_rows(assignment, mixed)
-        self.masked = self.masked | runs.masked
+        self.masked, self.rows = self.masked | runs.masked, self.rows | runs.rows
         # `find_runs` could not tell them of inputs whose examples are not known.
         return _with_runs(assignment, runs.kinds()) if N is None else assignment
 

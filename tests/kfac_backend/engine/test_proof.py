@@ -31,7 +31,7 @@ from tests.kfac_backend.block_checks import MODES, assert_same
 from tests.kfac_backend.covariance.posteriors import brute_force, dense_precision, precision_of
 from tests.kfac_backend.layer_cases import Quadratic
 from tests.kfac_backend.networks import OwnNorm, random_model
-from tests.oracles import dense_ggn_blocks
+from tests.oracles import dense_ggn_blocks, ggn_blocks
 from tests.random_numbers import error, normal
 
 EYE = torch.eye(4, dtype=torch.float64)
@@ -662,3 +662,29 @@ def test_a_pass_after_one_that_failed_proves_all_again():
     curvature.reset()
     curvature.add(x, y)
     assert_same(curvature.factors(), first)
+
+
+def packed(m, batch):
+    """Sequences without the positions that their mask hides."""
+    mask = batch["mask"]
+    rows = m.fc(batch["x"][mask]).tanh()
+    return m.head(rows.new_zeros(len(mask), 3).index_add(0, mask.nonzero()[:, 0], rows))
+
+
+def test_rows_that_are_no_longer_equally_many_are_seen():
+    """Where they stay so, in other numbers, the bias's block is the exact one."""
+
+    def batch(*lengths):
+        mask = torch.arange(4) < torch.tensor(lengths)[:, None]
+        return {"x": normal(4, 4, 4), "mask": mask, "labels": torch.tensor([0, 1, 1, 0])}
+
+    model = random_model(packed, fc=nn.Linear(4, 3), head=nn.Linear(3, 2))
+    batches = [batch(3, 3, 3, 3), batch(2, 2, 2, 2)]
+    found = factors(model, *batches, kfac_approx="reduce")
+    exact = sum(
+        ggn_blocks(model, lambda run, b=b: run(b), "classification")["fc.bias"] for b in batches
+    )
+    assert_close(found.to_dense("fc.bias"), exact)
+    for lengths in ((1, 3, 2, 2), (4, 1, 1, 1)):  # multiples of 4 or not
+        with pytest.raises(NotImplementedError, match="examples_of_rows"):
+            factors(model, batches[0], batch(*lengths), kfac_approx="reduce")
