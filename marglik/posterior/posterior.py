@@ -924,14 +924,21 @@ class Posterior:
             own = {id(p) for p in self.model.get_submodule(last).parameters()}
             names = {name for name, p in self.model.named_parameters() if id(p) in own}
             if by_jacobians:
-                return self._jacobian_covariance(names)
+                return self._jacobian_covariance(names, None if alone else last)
             blocks = self.precision_blocks(names)
             return LastLayerCovariance(self.model, last, blocks, alone=alone)
 
         return self._cached(layers, make)
 
-    def _jacobian_covariance(self, names: Collection[str] | None = None) -> JacobianCovariance:
-        """By Jacobians; ``names`` are of the parameters that are uncertain, None for all."""
+    def _jacobian_covariance(
+        self, names: Collection[str] | None = None, layer: str | None = None
+    ) -> JacobianCovariance:
+        """By Jacobians.
+
+        Args:
+            names: of the parameters that are uncertain, None for all.
+            layer: the layer that they are uncertain in, None for all that use them.
+        """
         indices, precision = self._ggn_indices(), self.precision()
         if names is not None:
             is_uncertain = [name in names for name in trainable_parameters(self.model)]
@@ -941,17 +948,17 @@ class Posterior:
                 precision = self._precision_of(curvature.restrict(chosen))
             else:
                 precision = KroneckerPrecision(self.precision_blocks(names))
-        return JacobianCovariance(self.model, indices, precision, self.enable_backprop)
+        return JacobianCovariance(self.model, indices, precision, self.enable_backprop, layer)
 
     def _cached(self, key: Any, make: Callable[[], T]) -> T:
-        """A function for covariances, kept until a hyperparameter changes.
+        """A function for covariances, kept until a hyperparameter or ``enable_backprop`` changes.
 
         It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
         also if this call is under inference_mode.
         """
         # Drops what is of other factors. Whoever calls this has checked the weights.
         self.fitted_curvature(any_weights=True)
-        state = self._hyperparameters
+        state = self._hyperparameters, self.enable_backprop
         if key not in self._covariances or self._covariances[key][0] != state:
             with torch.inference_mode(False), torch.no_grad():
                 self._covariances[key] = state, make()
