@@ -407,12 +407,14 @@ class ParametricLaplace(Posterior):
         return log_prob(self.precision(any_weights=True), difference, normalized)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
-        """J Σ Jᵀ (N, C, C) of Jacobians (N, C, P)."""
+        """J Σ Jᵀ (N, ..., C, C) of Jacobians (N, ..., C, P)."""
+        self.check_weights()
         return self.precision().square_form(Js)
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
-        """J Σ Jᵀ (N·C, N·C) of all examples together, of Jacobians (N, C, P)."""
-        return self.precision().square_form(Js.flatten(0, 1))
+        """J Σ Jᵀ (N·C, N·C) of all outputs together, of Jacobians (N, C, P) or (N, R, C, P)."""
+        self.check_weights()
+        return self.precision().square_form(Js.flatten(0, -2))
 
     def functional_variance_fast(self, x: Any) -> tuple[Tensor, Tensor]:
         """Outputs (N, C) and their variances (N, C)."""
@@ -616,7 +618,7 @@ class ParametricLaplace(Posterior):
             return (samples.mean(0), samples.var(0)) if numbers else samples.softmax(-1).mean(0)
         if joint and numbers:
             J, f = self.jacobians(x)
-            return f.flatten(), self.functional_covariance(J.flatten(1, -2))
+            return f.flatten(), self.functional_covariance(J)
         f, covariance = self.output_distribution(x)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         if numbers:
