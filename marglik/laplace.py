@@ -24,6 +24,7 @@ from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from kfac_backend.precision import at_least_float32
 from marglik.eval_mode import eval_mode
+from marglik.posterior.fitted_weights import trainable_parameters
 from marglik.posterior.jacobian_ggn import JacobianGGN, Structure
 from marglik.posterior.jacobians import jacobians, parameter_vector
 from marglik.posterior.posterior import Posterior, last_layer, trainable_layers
@@ -56,8 +57,13 @@ Subset = Literal["all", "last_layer", "subnetwork"]
 PredType = Literal["glm", "nn"]
 LinkApprox = Literal["probit", "mc", "bridge", "bridge_norm"]
 FeatureReduction = Literal["pick_first", "pick_last", "average"]
-SAVED = "prior_precision", "prior_mean", "sigma_noise", "mean", "structure", "sample_size"
-"""The attributes that a state has beside the fit."""
+SAVED = (
+    *("prior_precision", "prior_mean", "sigma_noise", "temperature"),
+    *("mean", "indices", "structure", "sample_size"),
+)
+"""The attributes that a state has beside the fit and the parameters' names."""
+NO_EFFECT = {"damping": False, "asdl_fisher_kwargs": None}
+"""Arguments of laplace-torch that are taken at these values alone."""
 
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
@@ -139,7 +145,7 @@ def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str
 
 
 def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """A copy that shares the numbers, in which what has none of these names is frozen."""
+    """A copy that shares parameters and buffers, with all frozen that has none of these names."""
     learned, wrong = set(), set(names)
     for parameter, p in model.named_parameters(remove_duplicate=False):
         matches = {name for name in names if not name or f"{parameter}.".startswith(f"{name}.")}
@@ -155,7 +161,7 @@ def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
         id(p): nn.Parameter(p.detach(), p.requires_grad and id(p) in learned)
         for p in model.parameters()
     }
-    return deepcopy(model, parameters)
+    return deepcopy(model, parameters | {id(buffer): buffer for buffer in model.buffers()})
 
 
 class ParametricLaplace(Posterior):
@@ -241,6 +247,7 @@ class ParametricLaplace(Posterior):
                 )
             else:
                 shared = _with_others_frozen(model, names)
+        keywords = {k: v for k, v in keywords.items() if k not in NO_EFFECT or v != NO_EFFECT[k]}
         numbers = {
             "sigma_noise": sigma_noise,
             "prior_precision": prior_precision,
@@ -407,12 +414,14 @@ class ParametricLaplace(Posterior):
         return log_prob(self.precision(any_weights=True), difference, normalized)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
-        """J Σ Jᵀ (N, C, C) of Jacobians (N, C, P)."""
+        """J Σ Jᵀ (N, ..., C, C) of Jacobians (N, ..., C, P)."""
+        self.check_weights()
         return self.precision().square_form(Js)
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
-        """J Σ Jᵀ (N·C, N·C) of all examples together, of Jacobians (N, C, P)."""
-        return self.precision().square_form(Js.flatten(0, 1))
+        """J Σ Jᵀ (N·C, N·C) of all outputs together, of Jacobians (N, C, P) or (N, R, C, P)."""
+        self.check_weights()
+        return self.precision().square_form(Js.flatten(0, -2))
 
     def functional_variance_fast(self, x: Any) -> tuple[Tensor, Tensor]:
         """Outputs (N, C) and their variances (N, C)."""
@@ -455,6 +464,7 @@ class ParametricLaplace(Posterior):
         n_samples: int = 100,
         verbose: bool = False,
         progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
     ) -> None:
         """Set δ by Adam's steps on the evidence, or by the best of a grid on validation data.
 
@@ -473,13 +483,14 @@ class ParametricLaplace(Posterior):
             val_loader: batches, for the grid.
             loss: of the grid: a torchmetrics metric, which is reset for each δ, or a function of
                 all predictions and targets; in regression of means, variances and targets.
-            log_prior_prec_min: of the grid, to base 10.
-            log_prior_prec_max: of the grid, to base 10.
+            log_prior_prec_min: the smallest logarithm of δ on the grid.
+            log_prior_prec_max: the largest one.
             grid_size: of the grid.
             link_approx: as in a prediction.
             n_samples: as in a prediction.
             verbose: whether to print δ in the end.
             progress_bar: whether to show a bar.
+            log_prior_prec_base: the base of the grid's logarithms.
         """
         link_approx = _checked_link(pred_type, link_approx)
         check_option("prior_structure", prior_structure, Literal["scalar", "layerwise", "diag"])
@@ -496,7 +507,9 @@ class ParametricLaplace(Posterior):
                 adam.step()
             self.prior_precision = log_delta.detach().exp()
         elif method == "gridsearch" and val_loader is not None:
-            grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size)
+            grid = torch.logspace(
+                log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
+            )
             losses = []
             for delta in tqdm(grid, "Grid", disable=not progress_bar):
                 self.prior_precision = delta
@@ -558,6 +571,7 @@ class ParametricLaplace(Posterior):
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
+        fitting: bool = False,
         **model_kwargs: Any,
     ) -> Any:
         """Class probabilities (N, C); for regression means (N, C) and variances without the noise.
@@ -574,6 +588,7 @@ class ParametricLaplace(Posterior):
             n_samples: number of samples, where some are drawn.
             diagonal_output: whether covariances (N, C, C) are cut down to their diagonals.
             generator: of the samples.
+            fitting: whether rewards are compared, as in the fit, instead of predicted.
             model_kwargs: none are supported; a model of several arguments takes a mapping.
 
         Raises:
@@ -588,7 +603,8 @@ class ParametricLaplace(Posterior):
         link_approx = _checked_link(pred_type, link_approx)
         options = pred_type, joint, link_approx, n_samples, diagonal_output, generator
         with torch.set_grad_enabled(self.enable_backprop and torch.is_grad_enabled()):
-            return self._predict(x, *options, predicts_numbers=self._predicts_numbers)
+            predicts_numbers = self._predicts_numbers and not (fitting and self.is_reward)
+            return self._predict(x, *options, predicts_numbers=predicts_numbers)
 
     predictive = __call__
 
@@ -616,7 +632,7 @@ class ParametricLaplace(Posterior):
             return (samples.mean(0), samples.var(0)) if numbers else samples.softmax(-1).mean(0)
         if joint and numbers:
             J, f = self.jacobians(x)
-            return f.flatten(), self.functional_covariance(J.flatten(1, -2))
+            return f.flatten(), self.functional_covariance(J)
         f, covariance = self.output_distribution(x)
         variance = covariance.diagonal(dim1=-2, dim2=-1)
         if numbers:
@@ -665,21 +681,29 @@ class ParametricLaplace(Posterior):
     def state_dict(self) -> dict[str, Any]:
         """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
         fit = self.fitted_curvature().state_dict()
-        return {name: getattr(self, name) for name in SAVED} | {"fit": fit}
+        names = [*trainable_parameters(self.model)]
+        return {name: getattr(self, name) for name in SAVED} | {"fit": fit, "names": names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, with the network at the same parameters.
 
         Raises:
             ValueError: the network's parameters or the likelihood are others, or the parameters are
-                in another precision; a state of another structure, or that lacks entries. Nothing
-                is changed then.
+                in another precision; a state of another structure or subset of the parameters, or
+                that lacks entries. Nothing is changed then.
         """
-        check_keys("Laplace", state, (*SAVED, "fit"))
+        check_keys("Laplace", state, (*SAVED, "fit", "names"))
         if state["structure"] != self.structure:
             raise ValueError(
                 f"The state has hessian_structure={state['structure']!r}, and this Laplace "
                 f"{self.structure!r}; make it with that of the state."
+            )
+        names, indices = [*trainable_parameters(self.model)], state["indices"].to(self.indices)
+        if state["names"] != names or not torch.equal(indices, self.indices):
+            raise ValueError(
+                f"The state is of another subset of the parameters: of {len(indices)} in "
+                f"{len(state['names'])} tensors, and here {len(self.indices)} in {len(names)}. "
+                "Make this Laplace with the state's subset_of_weights and subnetwork_indices."
             )
         here, there = parameter_vector(self.params).detach(), state["mean"]
         if here.dtype != there.dtype:
@@ -694,7 +718,7 @@ class ParametricLaplace(Posterior):
         form = KroneckerFactors if self.structure == "kron" else JacobianGGN
         curvature = form.from_state_dict(state["fit"]).to(self._device)
         self.restore(curvature, state["sample_size"])
-        for name in ("prior_precision", "prior_mean", "sigma_noise"):
+        for name in ("prior_precision", "prior_mean", "sigma_noise", "temperature"):
             setattr(self, name, state[name])
 
 
@@ -753,6 +777,17 @@ class SubnetLaplace(ParametricLaplace):
     def n_params_subnet(self) -> int:
         """The number of parameters that have a posterior."""
         return self.n_params
+
+    @property
+    def mean_subnet(self) -> Tensor:
+        """θ* of the parameters that have a posterior."""
+        return self.mean[self._ggn_indices()]
+
+    def assemble_full_samples(self, subnet_samples: Tensor) -> Tensor:
+        """Vectors of all parameters (S, P) with these samples (S, P_subnet) of the subnetwork."""
+        return self.mean.expand(len(subnet_samples), -1).index_copy(
+            1, self._ggn_indices(), subnet_samples.to(self.mean)
+        )
 
 
 class FullSubnetLaplace(SubnetLaplace):

@@ -83,7 +83,8 @@ def maximize_evidence(
     @torch.enable_grad()
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, device=logs.device, requires_grad=True)
-        delta = laplace.of_blocks(groups.of_tensors(v[: len(groups.names)].exp()))
+        of_tensors = groups.of_tensors(v[: len(groups.names)].exp())
+        delta = laplace.of_blocks(laplace.of_tensors(of_tensors))
         sigma = v[-1].exp() if learns_noise else laplace.sigma_noise
         value = -terms.log_marginal_likelihood(delta, sigma, laplace.temperature)
         (gradient,) = torch.autograd.grad(value, v)
@@ -99,7 +100,7 @@ def maximize_evidence(
         raise FloatingPointError(f"The prior's evidence could not be maximised: {minimum.message}.")
     values = torch.tensor(minimum.x, device=logs.device).exp()
     delta = values[: len(groups.names)]
-    laplace.prior_precision = groups.of_tensors(delta)
+    laplace.prior_precision = laplace.of_tensors(groups.of_tensors(delta))
     if learns_noise:
         laplace.sigma_noise = values[-1]
     return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -minimum.fun)

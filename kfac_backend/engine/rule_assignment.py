@@ -183,6 +183,26 @@ class Refusal(NotImplementedError):
         super().__init__(next(iter(self.errors.values()), ""))
 
 
+def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise an error for parameters without a shape, complex ones and 0-dimensional ones."""
+    for name, p in parameters.items():
+        if is_lazy(p):
+            raise ValueError(
+                f"Parameter '{name}' has no shape yet; run a batch through the model first."
+            )
+        if p.is_complex():
+            raise NotImplementedError(
+                f"Parameter '{name}' is complex ({p.dtype}), for which there is no rule. Keep its "
+                "real and imaginary parts as a real parameter (torch.view_as_real), or freeze it "
+                "(requires_grad_(False))."
+            )
+        if p.dim() == 0:
+            raise ValueError(
+                f"Parameter '{name}' is 0-dimensional, which laplace-torch cannot hold. "
+                "Give it shape (1,), for example nn.Parameter(torch.zeros(1))."
+            )
+
+
 def assign_rules(
     model: nn.Module, unsupported: Unsupported = "error", only: Collection[str] | None = None
 ) -> RuleAssignment:
@@ -212,22 +232,7 @@ def assign_rules(
             "The model has no trainable parameter. Call requires_grad_(True) on those whose "
             "curvature is wanted."
         )
-    for name, p in trainable.items():
-        if is_lazy(p):
-            raise ValueError(
-                f"Parameter '{name}' has no shape yet; run a batch through the model first."
-            )
-        if p.is_complex():
-            raise NotImplementedError(
-                f"Parameter '{name}' is complex ({p.dtype}), for which there is no rule. Keep its "
-                "real and imaginary parts as a real parameter (torch.view_as_real), or freeze it "
-                "(requires_grad_(False))."
-            )
-        if p.dim() == 0:
-            raise ValueError(
-                f"Parameter '{name}' is 0-dimensional, which laplace-torch cannot hold. "
-                "Give it shape (1,), for example nn.Parameter(torch.zeros(1))."
-            )
+    check_parameters(trainable)
     check_batch_norm(model)
     names = {id(p): name for name, p in trainable.items()}  # a shared tensor has its first name
 

@@ -55,6 +55,12 @@ class FittedWeights:
             if is_same and not name.endswith(STATISTICS):  # of which BatchNorm counts no version
                 continue
             now, fitted = current.get(name), self.values.get(name)
+            if now is not None and fitted is not None and now.dtype != fitted.dtype:
+                raise ValueError(
+                    f"{type(model).__name__} is in {now.dtype} ('{name}'), and the posterior was "
+                    f"fitted in {fitted.dtype}. Convert both by posterior.to(dtype={now.dtype}), "
+                    "or fit again."
+                )
             if now is None or fitted is None or not torch.equal(now.detach().to(fitted), fitted):
                 raise ValueError(
                     f"{type(model).__name__} no longer has the weights that the posterior was "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.batches import detached, each_batch, has_no_examples, split_batch
 from kfac_backend.engine.operations.padding import padding_rows
+from kfac_backend.engine.rule_assignment import check_parameters
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import Likelihood, likelihood_of, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, check_keys
@@ -175,8 +176,10 @@ def jacobian_ggn(
         progress: whether to show a bar.
 
     Raises:
-        ValueError: no data.
+        ValueError: no data; a parameter that is 0-dimensional, or has no shape yet.
+        NotImplementedError: a complex parameter.
     """
+    check_parameters({n: p for n, p in model.named_parameters() if p.requires_grad})
     task, fisher = Task(likelihood, options), options.make_fisher()
     device = next(model.parameters()).device
     ggn: JacobianGGN | None = None

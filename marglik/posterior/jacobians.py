@@ -1,13 +1,22 @@
 """Jacobians of a network's outputs in few parameters, and the outputs' covariances by them."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.func import jacrev
+from torch.overrides import TorchFunctionMode
 
+from kfac_backend.covariance.output_covariance import (
+    check_classes,
+    check_not_empty,
+    check_positions,
+)
 from kfac_backend.engine.batches import detached, to_device
 from kfac_backend.engine.model_calls import call_with, plain_attention
 from kfac_backend.engine.task import check_finite
@@ -21,10 +30,16 @@ NO_JACOBIAN = {
     "setup_context": _CHECKPOINT,
 }
 """A part of torch's error -> what the network does, and the way out."""
+CHANNELS = {F.layer_norm: -1, F.instance_norm: 1, F.batch_norm: 1}
+"""A norm -> the first axis of its input that its weight and bias have."""
 
 
 def jacobians(
-    model: nn.Module, indices: Int[Tensor, "P"], x: Any, differentiable: bool = False
+    model: nn.Module,
+    indices: Int[Tensor, "P"],
+    x: Any,
+    differentiable: bool = False,
+    layer: str | None = None,
 ) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "N *R C P"]]:
     """Outputs f and their Jacobians J in some of the trainable parameters.
 
@@ -33,6 +48,7 @@ def jacobians(
         indices: of the parameters, in the vector of all trainable ones.
         x: inputs, moved to the model's device.
         differentiable: whether both keep their graph in x.
+        layer: the name of a layer; parameters count in its own calls alone, as constants elsewhere.
     """
     trainable = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     device = next(model.parameters()).device
@@ -41,10 +57,15 @@ def jacobians(
 
     def outputs(vector: Tensor) -> tuple[Tensor, Tensor]:
         parts = zip(trainable.items(), vector.split(sizes), strict=True)
-        f = call_with(model, {n: part.view(p.shape).to(p) for (n, p), part in parts}, x)
+        values = {n: part.view(p.shape).to(p) for (n, p), part in parts}
+        if layer is None:
+            f = call_with(model, values, x)
+        else:
+            with _in_calls_of(model, layer, values):
+                f = call_with(model, {}, x)
         return f, f
 
-    with plain_attention():
+    with plain_attention(), _AffineNorms() if differentiable else nullcontext():
         try:
             J, f = jacrev(outputs, has_aux=True)(parameter_vector(trainable.values()))
         except RuntimeError as error:
@@ -56,6 +77,61 @@ def jacobians(
             ) from error
     check_finite(model, f, x)
     return (f, J[..., indices]) if differentiable else (f.detach(), J.detach()[..., indices])
+
+
+@contextmanager
+def _in_calls_of(model: nn.Module, layer: str, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which a layer has these parameters while it runs, and only then."""
+    module = model.get_submodule(layer)
+    names = {id(p): name for name, p in model.named_parameters()}
+    places = [
+        (of_module._parameters, local, names[id(p)])
+        for of_module in module.modules()
+        for local, p in of_module._parameters.items()
+        if p is not None and names[id(p)] in values
+    ]
+    constants: list[Any] = []
+
+    def before(*_: Any) -> None:
+        constants[:] = [parameters[local] for parameters, local, _name in places]
+        for parameters, local, name in places:
+            parameters[local] = values[name]  # pyright: ignore  # a tensor, within call_with
+
+    def after(*_: Any) -> None:
+        for (parameters, local, _name), constant in zip(places, constants, strict=True):
+            parameters[local] = constant
+
+    hooks = module.register_forward_pre_hook(before), module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _AffineNorms(TorchFunctionMode):
+    """A context in which norms multiply by their weight, and add their bias, in a step of its own.
+
+    The vmap of torch 2.11 takes the mean and the deviation for constants where it maps the gradient
+    in a norm's weight. The Jacobian's derivatives in the input would lack a part in silence.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func not in CHANNELS:
+            return func(*args, **(kwargs or {}))
+        call = inspect.signature(func).bind(*args, **(kwargs or {}))
+        weight, bias = (call.arguments.pop(name, None) for name in ("weight", "bias"))
+        output, axis = func(**call.arguments), CHANNELS[func]
+        # (C,) of channels (N, C, ...); those of a layer norm are the last axes
+        shape = (-1, *[1] * (output.dim() - 2)) if axis == 1 else call.arguments["normalized_shape"]
+        output = output if weight is None else output * weight.view(shape)
+        return output if bias is None else output + bias.view(shape)
 
 
 def parameter_vector(parameters: Iterable[Tensor]) -> Tensor:
@@ -76,6 +152,7 @@ class JacobianCovariance:
         indices: of the parameters that have a posterior, in the vector of all trainable ones.
         precision: of these.
         differentiable: whether calls keep their graph in the inputs.
+        layer: as of `jacobians`.
     """
 
     def __init__(
@@ -84,9 +161,10 @@ class JacobianCovariance:
         indices: Int[Tensor, "P"],
         precision: Precision,
         differentiable: bool = False,
+        layer: str | None = None,
     ) -> None:
         self._model, self._indices, self._precision = model, indices, precision
-        self._differentiable = differentiable
+        self._differentiable, self._layer = differentiable, layer
 
     def __call__(
         self,
@@ -96,22 +174,32 @@ class JacobianCovariance:
         *,
         variance_only: bool = False,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
-        """Outputs and covariances at a batch; arguments as of `OutputCovariance`."""
-        f, J = jacobians(self._model, self._indices, x, self._differentiable)
-        if positions is not None:
-            f, J = f[positions], J[positions]
-        if classes is not None:
-            index = classes.to(f.device).expand(*f.shape[:-1], classes.shape[-1])
-            f = f.gather(-1, index)
-            J = J.gather(-2, index[..., None].expand(*index.shape, J.shape[-1]))
-        return f, self._precision.square_form(at_least_float32(J), diagonal=variance_only)
+        """Outputs and covariances at a batch; arguments and errors as of `OutputCovariance`."""
+        check_not_empty(x)
+        f, J = jacobians(self._model, self._indices, x, self._differentiable, self._layer)
+        mask = check_positions(positions, f.shape).to(f.device)
+        shape = tuple(mask.shape) if positions is None else (int(mask.sum()),)
+        columns = check_classes(classes, shape, f.shape[-1])
+        f, J = f[mask], J[mask]  # (M, C), (M, C, P)
+        if columns is not None:
+            index = columns.to(f.device)
+            f = f.gather(1, index)
+            J = J.gather(1, index[..., None].expand(*index.shape, J.shape[-1]))
+        covariance = self._precision.square_form(at_least_float32(J), diagonal=variance_only)
+        return f.unflatten(0, shape), covariance.unflatten(0, shape)
 
     def joint(
         self, x: Float[Tensor, "T q *shape"], classes: list[int] | None = None
     ) -> tuple[Float[Tensor, "T q K"], Float[Tensor, "T q_K q_K"]]:
         """Outputs and covariances of T sets of q inputs, as `OutputCovariance.joint`."""
         f, J = jacobians(self._model, self._indices, x.flatten(0, 1), True)
-        f, J = f.unflatten(0, x.shape[:2]), at_least_float32(J).unflatten(0, x.shape[:2])
+        if f.dim() != 2:
+            raise NotImplementedError(
+                f"The model returned shape {tuple(f.shape)} for {len(f)} inputs; joint "
+                "covariances support outputs (N, C), such as those of regression."
+            )
         if classes is not None:
+            check_classes(torch.tensor(classes), (len(f),), f.shape[-1])
             f, J = f[..., classes], J[..., classes, :]
+        f, J = f.unflatten(0, x.shape[:2]), at_least_float32(J).unflatten(0, x.shape[:2])
         return f, self._precision.square_form(J.flatten(1, 2))

@@ -241,13 +241,13 @@ class Posterior:
         delta = torch.as_tensor(prior_precision, dtype=torch.float64)
         numbers = [1, self.n_layers]
         if self.structure != "kron":
-            numbers.append(len(self.indices))
+            numbers += [len(self.indices), self.n_params]
         if delta.dim() > 1 or delta.numel() not in numbers:
             raise ValueError(
                 f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
                 f"({self.n_layers},), one per trainable tensor."
             )
-        self._prior_precision = delta.reshape(-1).to(self.mean.device, self._wide_dtype)
+        self._prior_precision = self._as_hyperparameter(delta.reshape(-1))
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -266,12 +266,12 @@ class Posterior:
             raise ValueError(
                 f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
             )
-        self._sigma_noise = sigma.reshape(()).to(self.mean.device, self._wide_dtype)
+        self._sigma_noise = self._as_hyperparameter(sigma.reshape(()))
 
     @property
     def prior_mean(self) -> Tensor:
-        """The mean of the prior, a scalar, (1,) or one per trainable parameter."""
-        return self._prior_mean
+        """The mean of the prior, a scalar, (1,) or one per trainable parameter; a copy."""
+        return self._prior_mean.clone()
 
     @prior_mean.setter
     def prior_mean(self, prior_mean: float | Tensor) -> None:
@@ -287,8 +287,15 @@ class Posterior:
                 "The prior of a network under fully_shard has one mean for all parameters, which "
                 "is set before the fit: Posterior(..., prior_mean=0.1)."
             )
-        self._prior_mean = mean.detach().to(self.mean)
+        with torch.inference_mode(False):
+            self._prior_mean = mean.detach().clone().to(self.mean)
         self._terms = None
+
+    @torch.inference_mode(False)  # whose tensors autograd could not save
+    def _as_hyperparameter(self, value: Tensor) -> Tensor:
+        """δ or σ in the posterior's dtype, with its graph."""
+        value = value.clone() if value.is_inference() else value
+        return value.to(self.mean.device, self._wide_dtype)
 
     @property
     def _hyperparameters(self) -> tuple:
@@ -427,6 +434,7 @@ class Posterior:
         if self.curvature_pass is not None:
             self.curvature_pass.driver.proof.renew()
 
+    @torch.inference_mode(False)
     def restore(
         self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None = None
     ) -> None:
@@ -472,6 +480,7 @@ class Posterior:
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
         self._forget()
 
+    @torch.inference_mode(False)
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
@@ -538,7 +547,7 @@ class Posterior:
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: other weights; it names the first one.
+            ValueError: other weights, or weights in another dtype; it names the first one.
         """
         if self._fitted is None:
             raise AttributeError(NOT_FITTED)
@@ -590,6 +599,7 @@ class Posterior:
     # --- the evidence ---
 
     @property
+    @torch.inference_mode(False)  # they are kept, for calls that autograd follows
     def evidence_terms(self) -> EvidenceTerms:
         """What the evidence needs of the fit, independent of δ, σ and T; computed once."""
         curvature = self.fitted_curvature()
@@ -612,16 +622,27 @@ class Posterior:
         return self._terms
 
     def of_blocks(self, delta: Tensor) -> Tensor:
-        """δ as `evidence_terms` takes it, in float64: from Jacobians one per parameter."""
+        """δ as `evidence_terms` takes it, in float64: from Jacobians one per parameter.
+
+        Of a subnetwork with as many parameters as tensors, δ is one per parameter.
+        """
         if self.structure == "kron":
             return delta.to(self.mean.device, torch.float64).expand(self.n_layers)
         indices = self._ggn_indices()
         delta = delta.to(self._device, torch.float64)
-        tensors = self._tensor_of(indices)
-        if delta.numel() == len(self.indices) != self.n_layers:
+        if delta.numel() == len(indices):
+            return delta
+        if delta.numel() == len(self.indices):  # with padding
             each = delta.new_zeros(sum(self._sizes))
             return each.index_put((self.indices.to(self._device),), delta)[indices]
-        return delta.expand(self.n_layers)[tensors]
+        return delta.expand(self.n_layers)[self._tensor_of(indices)]
+
+    def of_tensors(self, delta: Tensor) -> Tensor:
+        """δ of each tensor as `prior_precision` takes it, which may count parameters instead."""
+        is_ambiguous = self.n_layers in (len(self.indices), self.n_params)
+        if self.structure == "kron" or not is_ambiguous:
+            return delta
+        return delta[self._tensor_of(self._ggn_indices())]
 
     def _ggn_indices(self) -> Tensor:
         """Of the parameters that have a posterior; after a fit from Jacobians without padding."""
@@ -640,6 +661,9 @@ class Posterior:
 
         It is differentiable in the arguments that are passed. They become the posterior's own
         hyperparameters, as in laplace-torch.
+
+        As it is called in loops, the network's weights are not compared by their values: changes by
+        fused optimisers or through ``.data`` go unseen, see `check_weights`.
 
         Args:
             prior_precision: the new δ, a scalar or one per trainable tensor.
@@ -682,6 +706,9 @@ class Posterior:
     def precision(self, *, any_weights: bool = False) -> Precision:
         """H/(σ²T) + P₀ at the current hyperparameters, an operator.
 
+        It is differentiable in δ and σ where these were set to tensors that require a gradient.
+        Samples and covariances of outputs are not: they take both as constants.
+
         Args:
             any_weights: whether the network may have other weights by now: H is that of the fit.
 
@@ -698,6 +725,9 @@ class Posterior:
                 return KroneckerPrecision(blocks, constants)
             return self._precision_of(curvature)
 
+        hyperparameters = self._prior_precision, self._sigma_noise
+        if torch.is_grad_enabled() and any(h.requires_grad for h in hyperparameters):
+            return make()  # with its graph, which belongs to this call
         return self._cached("precision", make)
 
     def _precision_of(self, curvature: JacobianGGN) -> Precision:
@@ -748,6 +778,7 @@ class Posterior:
         missing = [b for name, b in blocks.items() if not all(name in own for own in of_ranks)]
         self._decompose(missing, ranks)
 
+    @torch.inference_mode(False)  # they are kept, too
     def _decompose(self, blocks: list[KroneckerBlock], ranks: Ranks | None = None) -> None:
         """Compute eigenvectors, at least in float32."""
         wide = [block.to(dtype=self._wide_dtype) for block in blocks]
@@ -756,6 +787,7 @@ class Posterior:
             ranks = self.ranks
         self._eigen |= zip(names, decompose(wide, ranks, self._device), strict=True)
 
+    @torch.no_grad()
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Float[Tensor, "S P"]:
@@ -924,14 +956,21 @@ class Posterior:
             own = {id(p) for p in self.model.get_submodule(last).parameters()}
             names = {name for name, p in self.model.named_parameters() if id(p) in own}
             if by_jacobians:
-                return self._jacobian_covariance(names)
+                return self._jacobian_covariance(names, None if alone else last)
             blocks = self.precision_blocks(names)
             return LastLayerCovariance(self.model, last, blocks, alone=alone)
 
         return self._cached(layers, make)
 
-    def _jacobian_covariance(self, names: Collection[str] | None = None) -> JacobianCovariance:
-        """By Jacobians; ``names`` are of the parameters that are uncertain, None for all."""
+    def _jacobian_covariance(
+        self, names: Collection[str] | None = None, layer: str | None = None
+    ) -> JacobianCovariance:
+        """By Jacobians.
+
+        Args:
+            names: of the parameters that are uncertain, None for all.
+            layer: the layer that they are uncertain in, None for all that use them.
+        """
         indices, precision = self._ggn_indices(), self.precision()
         if names is not None:
             is_uncertain = [name in names for name in trainable_parameters(self.model)]
@@ -941,17 +980,17 @@ class Posterior:
                 precision = self._precision_of(curvature.restrict(chosen))
             else:
                 precision = KroneckerPrecision(self.precision_blocks(names))
-        return JacobianCovariance(self.model, indices, precision, self.enable_backprop)
+        return JacobianCovariance(self.model, indices, precision, self.enable_backprop, layer)
 
     def _cached(self, key: Any, make: Callable[[], T]) -> T:
-        """A function for covariances, kept until a hyperparameter changes.
+        """A function for covariances, kept until a hyperparameter or ``enable_backprop`` changes.
 
         It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
         also if this call is under inference_mode.
         """
         # Drops what is of other factors. Whoever calls this has checked the weights.
         self.fitted_curvature(any_weights=True)
-        state = self._hyperparameters
+        state = self._hyperparameters, self.enable_backprop
         if key not in self._covariances or self._covariances[key][0] != state:
             with torch.inference_mode(False), torch.no_grad():
                 self._covariances[key] = state, make()

@@ -143,6 +143,7 @@ class DensePrecision(Precision):
         self.size, self.example = len(delta), example
 
     @cached_property
+    @torch.inference_mode(False)  # it is kept, for calls that autograd follows
     def _inverse(self) -> Tensor:
         return torch.linalg.inv(self._matrix)
 
@@ -219,6 +220,7 @@ class LowRankPrecision(Precision):
         self.size, self.example = len(delta), example
 
     @cached_property
+    @torch.inference_mode(False)  # as above
     def _inner(self) -> Tensor:
         """I + R P₀⁻¹ Rᵀ, (K, K)."""
         return torch.eye(len(self._R)).to(self._R) + (self._R / self._delta) @ self._R.mT

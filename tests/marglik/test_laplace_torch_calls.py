@@ -15,7 +15,14 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import KfacGGN
-from marglik import KronLaplace, Laplace, calibrate, laplace_predictive
+from marglik import (
+    KronLaplace,
+    Laplace,
+    Posterior,
+    calibrate,
+    laplace_predictive,
+    maximize_evidence,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/laplace-torch.md"
 TABLE = PAGE.read_text().partition("## The same calls")[2].partition("##")[0]
@@ -436,6 +443,7 @@ def test_known_faults_are_not_ours(structure, tmp_path):
         assert_close(again(x), la(x))
         trained = network()
         nn.init.zeros_(trained[2].weight)
+        trained[0].bias.requires_grad_(False)
         other = Laplace(trained, "classification", subset, structure)
         with pytest.raises(ValueError, match="of other parameters than the model has"):
             other.load_state_dict(torch.load(tmp_path / "la.pt"))
@@ -446,7 +454,7 @@ def _check_refusals(la, structure, state):
     before = la.prior_precision
     state = {**state, "prior_precision": 7 * before}
     others = [
-        ({}, "Laplace lacks 'prior_precision', 'prior_mean', 'sigma_noise', 'mean'"),
+        ({}, "Laplace lacks 'prior_precision', 'prior_mean', 'sigma_noise', 'temperature'"),
         ({**state, "structure": "another"}, f"'another', and this Laplace '{structure}'"),
         (
             {**state, "fit": {}},
@@ -564,3 +572,129 @@ def test_other_likelihoods_predict_by_our_predictive():
             predict(x)
     assert la.functional_samples(x, n_samples=4).shape == (4, 30, 3)
     assert laplace_predictive(la)(x).mean.shape == (30, 3)
+
+
+@pytest.mark.parametrize("library", [Laplace, laplace.Laplace])
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_a_state_has_the_temperature(structure, library):
+    x, y = data("classification")
+    la, again = (
+        library(network(), "classification", "all", structure, temperature=T) for T in (0.5, 1.0)
+    )
+    la.fit(DataLoader(TensorDataset(x, y), 10))
+    again.load_state_dict(la.state_dict())
+    assert again.temperature == 0.5
+    assert_close(again.log_marginal_likelihood(), la.log_marginal_likelihood())
+    assert_close(again(x), la(x))
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+def test_a_state_of_another_subset_is_refused(structure):
+    """Where the parameters have the same values, too."""
+    x, y = data("classification")
+
+    def of(subset):
+        model = network()
+        model[2].bias = nn.Parameter(model[2].bias.detach()[:1].expand(3).clone())
+        model[0].bias = nn.Parameter(model[0].bias.detach().fill_(0.5))
+        options = {} if subset == "all" else {"subnetwork_indices": subset}
+        name = "all" if subset == "all" else "subnetwork"
+        return Laplace(model, "classification", name, structure, **options)
+
+    subsets = [["0.bias"], ["2.bias"], ["0"]]
+    if structure != "kron":
+        subsets += [torch.tensor([0, 7, 30]), torch.tensor([0, 7]), "all"]
+    for subset in subsets:
+        la = of(subset)
+        la.fit([(x, y)])
+        for other in subsets:
+            again = of(other)
+            if other is subset:
+                again.load_state_dict(la.state_dict())
+                assert_close(again(x), la(x))
+                continue
+            with pytest.raises(ValueError, match="another subset of the parameters: of"):
+                again.load_state_dict(la.state_dict())
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_a_last_layer_made_before_training_has_the_networks_statistics(structure):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x, y = data("regression")
+    la = Laplace(model, "regression", "last_layer", structure)
+    before = model[1].running_mean.clone()
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(20):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert (model[1].running_mean - before).norm() > 0.1
+    fitted_later = Laplace(model, "regression", "last_layer", structure)
+    for each in (la, fitted_later):
+        each.fit([(x, y)])
+    f, covariance = la(x)
+    assert_close(f, model.eval()(x).detach())
+    assert_close(covariance, fitted_later(x)[1])
+    assert_close(la.log_marginal_likelihood(), fitted_later.log_marginal_likelihood())
+    model.train()(3 * x)
+    with pytest.raises(ValueError, match="'1.running_mean' has other values"):
+        la(x)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_as_many_prior_precisions_as_a_subnetwork_has_parameters_are_theirs(structure):
+    """Also where there are as many tensors."""
+    x, y = data("regression")
+    delta, indices = torch.linspace(0.5, 4, 4).double(), torch.tensor([0, 7, 30, 42])
+    found = []
+    for library in (Laplace, laplace.Laplace):
+        la = library(
+            network(), "regression", "subnetwork", structure, subnetwork_indices=indices,
+            prior_precision=delta,
+        )  # fmt: skip
+        la.fit(DataLoader(TensorDataset(x, y), 10))
+        assert la.n_layers == 4
+        vectors = la.assemble_full_samples(torch.arange(8).double().view(2, 4))
+        found.append((la.prior_precision_diag, la.log_det_ratio, la(x), la.mean_subnet, vectors))
+    assert_close(*found)
+    one_per_tensor = Laplace(
+        network(), "regression", "subnetwork", structure, subnetwork_indices=indices[[0, 1, 3]]
+    )
+    one_per_tensor.prior_precision = delta
+    tensors = torch.tensor([0, 0, 3])
+    assert_close(one_per_tensor.prior_precision_diag, delta[tensors])
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_the_maximum_with_one_precision_per_tensor_where_there_are_as_many_parameters(structure):
+    x, y = data("regression")
+    indices = torch.tensor([0, 7, 41, 42])  # of two tensors, two of each
+    la = Posterior(network(), "regression", structure=structure, indices=indices)
+    la.fit([(x, y)])
+    fit = maximize_evidence(la, learn_sigma_noise=False)
+    delta = la.prior_precision
+    assert_close(la.log_marginal_likelihood(), torch.tensor(fit.objective).double())
+    assert delta[0] == delta[1] == fit.prior_precision["0.weight"]
+    assert delta[2] == delta[3] == fit.prior_precision["2.bias"] != delta[0]
+
+
+def test_other_arguments_of_laplace_torch():
+    x, y = data("classification")
+    la = KronLaplace(network(), "classification", damping=False, asdl_fisher_kwargs=None)
+    la.fit([(x, y)])
+    search = {"val_loader": [(x, y)], "grid_size": 3, "log_prior_prec_base": 2.0}
+    la.optimize_prior_precision(method="gridsearch", **search)
+    assert la.prior_precision.item() in (2**-4, 1, 2**4)
+    for wrong in ({"damping": True}, {"asdl_fisher_kwargs": {"clip": 1.0}}):
+        with pytest.raises(TypeError, match=f"'{[*wrong][0]}' is not an option"):
+            KronLaplace(network(), "classification", **wrong)
+
+    pairs = torch.stack([x[:10], x[10:20]], 1)
+    reward = nn.Sequential(nn.Linear(4, 1), nn.Flatten()).double()
+    predicted = []
+    for library in (Laplace, laplace.Laplace):
+        la = library(deepcopy(reward), "reward_modeling", "all", "full")
+        la.fit(DataLoader(TensorDataset(pairs, torch.arange(10) % 2), 5))
+        predicted.append((la(x[:3]), la(pairs[:3], fitting=True)))
+    assert_close(*predicted)

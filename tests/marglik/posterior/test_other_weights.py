@@ -244,3 +244,46 @@ def test_blocks_that_are_changed_in_place(corrected):
     assert (covariance - before[1]).norm() > 0.1 * before[1].norm()
     draws = [p.sample(2, torch.Generator().manual_seed(0)) for p in posteriors]
     assert_close(*draws)
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_covariances_of_several_outputs_compare_weights_by_value(structure):
+    x = batch()[0]
+    la = Laplace(network(), "regression", "all", structure)
+    la.fit([(x, x)])
+    J = la.jacobians(x)[0]
+    la(x, joint=True)
+    la.model[3].bias.data.add_(0.1)  # which torch's version counters do not count
+    for call in (
+        lambda: la(x, joint=True),
+        lambda: la.functional_variance(J),
+        lambda: la.functional_covariance(J),
+    ):
+        with pytest.raises(ValueError, match=OTHER.format("3.bias")):
+            call()
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_a_network_in_another_dtype_is_named(structure):
+    x, y = batch()
+    la = Laplace(network(), "classification", "all", structure)
+    la.fit([(x, y)])
+    J, expected = la.jacobians(x)[0].float(), la(x)
+    la.model.float()
+    x = x.float()
+    message = "Sequential is in torch.float32 .'.*'., .* in torch.float64. Convert both by"
+    for call in (
+        lambda: la(x),
+        lambda: la(x, pred_type="nn"),
+        lambda: la.functional_samples(x),
+        lambda: la.functional_variance(J),
+        lambda: la.joint_output_distribution(x),
+        lambda: la.sample(2),
+        lambda: la.log_marginal_likelihood(),
+        lambda: la.effective_parameters(),
+        lambda: laplace_predictive(la),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    la.to(dtype=torch.float32)  # the way out
+    assert_close(la(x), expected.float(), rtol=1e-4, atol=1e-5)

@@ -328,3 +328,24 @@ def test_other_weight_decays_do_count():
     learner.start(model, torch.optim.SGD(model.parameters(), 0.1), data(model, x), 1)
     penalty(learner.problem, learner.state)
     assert model.table.weight.grad[PAD].all()
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "lowrank"])
+def test_one_prior_precision_for_each_parameter(structure):
+    """With the padding, before the fit, or without it, as ``n_params`` then counts."""
+    model, constant = made("layer")
+    x, keep = tokens(), is_parameter(model, constant)
+    delta = torch.linspace(0.5, 2, len(keep)).double()
+    la = Laplace(model, "regression", "all", structure)
+    la.prior_precision = delta
+    la.fit(data(model, x))
+    assert la.n_params == keep.sum()
+    evidence, covariance = la.log_marginal_likelihood(), la.output_distribution(x)[1]
+    la.prior_precision = 1.0
+    assert (la.log_marginal_likelihood() - evidence).abs() > 0.1
+    la.prior_precision = delta[keep]
+    assert_close(la.log_marginal_likelihood(), evidence)
+    assert_close(la.output_distribution(x)[1], covariance)
+    assert_close(la.prior_precision_diag, delta[keep])
+    with pytest.raises(ValueError, match="shape .17,.; expected"):
+        la.prior_precision = torch.ones(17)

@@ -370,3 +370,106 @@ def test_checkpoints_in_train_mode_alone_change_nothing_and_others_are_named(str
         outcome(always=True, trains=True)
     with pytest.raises(NotImplementedError, match="checkpoint.*train mode alone"):
         Posterior(Checkpointed(True).double(), "classification", structure=structure).fit([(x, y)])
+
+
+DENSITIES = {
+    "log_det_prior_precision": lambda la: la.log_det_prior_precision,
+    "log_det_posterior_precision": lambda la: la.log_det_posterior_precision,
+    "log_det_ratio": lambda la: la.log_det_ratio,
+    "scatter": lambda la: la.scatter,
+    "log_likelihood": lambda la: la.log_likelihood,
+    "log_prob": lambda la: la.log_prob(la.mean + 0.1),
+    "square_norm": lambda la: la.square_norm(la.mean + 0.1),
+    "posterior_variance": lambda la: la.posterior_variance.log().sum(),
+    "functional_variance": lambda la: la.functional_variance(la.jacobians(inputs())[0]).sum(),
+    "log_marginal_likelihood": lambda la: la.log_marginal_likelihood(),
+}
+
+
+def inputs():
+    return data("regression")[0][:2]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", DENSITIES)
+def test_densities_are_differentiable_in_hyperparameters_that_were_set(name, structure):
+    """By differences; each also after a call that has kept an operator without a graph."""
+    la = Laplace(network(), "regression", "all", structure, temperature=0.8)
+    la.fit([data("regression")])
+
+    def at(logs):
+        la.prior_precision, la.sigma_noise = logs[:4].exp(), logs[4].exp()
+        la.output_distribution(inputs())
+        return DENSITIES[name](la)
+
+    logs = torch.linspace(-0.5, 0.7, 5).double().requires_grad_()
+    value = at(logs)
+    (gradient,) = torch.autograd.grad(value, logs)
+    assert not la.sample(2).requires_grad and not la.output_distribution(inputs())[1].requires_grad
+    for i in range(5):
+        step = 1e-6 * torch.eye(5).double()[i]
+        by_differences = (at(logs.detach() + step) - at(logs.detach() - step)) / 2e-6
+        assert_close(gradient[i], by_differences, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_what_is_computed_in_inference_mode_can_be_differentiated_later(structure, dtype):
+    models = network().to(dtype), network().to(dtype)
+    plain, inside = (
+        Laplace(model, "regression", "all", structure, enable_backprop=True) for model in models
+    )
+    x, batch = inputs().to(dtype), [part.to(dtype) for part in data("regression")]
+    for la in (plain, inside):
+        la.fit([batch])
+        with torch.inference_mode(la is inside):
+            la.prior_precision, la.sigma_noise, la.prior_mean = DELTA * 1, 0.6, DELTA[1] * 1
+            la.log_marginal_likelihood()
+            la(x * 1), la.sample(2), la.functional_variance(la.jacobians(x)[0])
+            la.log_prob(la.mean), la.effective_parameters(), la.H
+    found = []
+    for la in (plain, inside):
+        at, delta = x.clone().requires_grad_(), DELTA.clone().requires_grad_()
+        f, covariance = la(at)
+        value = la.functional_variance(la.jacobians(at)[0]).sum() + covariance.square().sum()
+        value = value + la.log_prob(la.mean + at.sum()) + la.log_marginal_likelihood(delta)
+        found.append(torch.autograd.grad(value, [at, delta]))
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_prior_mean_changes_by_assignment_alone(structure):
+    mean = torch.linspace(-1, 1, 26).double()
+    posterior = fitted(structure, "regression", prior_mean=mean)
+    before = posterior.log_marginal_likelihood()
+    mean.mul_(3)
+    posterior.prior_mean.mul_(3)
+    assert torch.equal(posterior.log_marginal_likelihood(), before)
+    assert_close(posterior.prior_mean, mean / 3)
+    posterior.prior_mean = mean
+    expected = fitted(structure, "regression", prior_mean=mean).log_marginal_likelihood()
+    assert_close(posterior.log_marginal_likelihood(), expected)
+    assert (expected - before).abs() > 0.1
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_jacobians_of_several_positions(structure):
+    """Their covariances together have those of each position as blocks of the diagonal."""
+    la = Laplace(network(), "regression", "all", structure)
+    x, y = data("regression")
+    la.fit([(x.unflatten(0, (4, 3)), y.unflatten(0, (4, 3)))])
+    J, _ = la.jacobians(x[:6].unflatten(0, (2, 3)))
+    assert J.shape == (2, 3, 2, 26)
+    together = la.functional_covariance(J)
+    rows = J.flatten(0, 2)
+    assert_close(together, rows @ la.posterior_covariance @ rows.mT)
+    assert_close(together[2:4, 2:4], la.functional_variance(J)[0, 1])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_parameter_without_axes_is_named(structure):
+    model = nn.Linear(3, 2)
+    model.bias = nn.Parameter(torch.tensor(0.5))
+    posterior = Posterior(model.double(), "regression", structure=structure)
+    with pytest.raises(ValueError, match="'bias' is 0-dimensional.*shape"):
+        posterior.fit([data("regression")])
