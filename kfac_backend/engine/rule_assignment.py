@@ -225,8 +225,8 @@ def assign_rules(
             )
         if p.dim() == 0:
             raise ValueError(
-                f"Parameter '{name}' is 0-dimensional, which laplace-torch cannot hold. "
-                "Give it shape (1,), for example nn.Parameter(torch.zeros(1))."
+                f"Parameter '{name}' is 0-dimensional, and a block needs rows. Give it shape "
+                "(1,), for example nn.Parameter(torch.zeros(1))."
             )
     check_batch_norm(model)
     names = {id(p): name for name, p in trainable.items()}  # a shared tensor has its first name

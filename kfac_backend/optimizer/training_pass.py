@@ -397,7 +397,8 @@ class TrainedParameters:
         """The layers with rules; parameters without one have no block."""
         trained = self.now()
         shapes = ((name, self.parameters[name]) for name in trained)
-        only = {name for name, p in shapes if p.dim() and not p.is_complex()}
+        # Where none is left, the error of assign_rules names the first one and the way out.
+        only = {name for name, p in shapes if p.dim() and not p.is_complex()} or trained
         with preserve_state(self._model):
             self._model.eval()  # BatchNorm has a rule there
             assignment = assign_rules(self._model, "freeze", only)

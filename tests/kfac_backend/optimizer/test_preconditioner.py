@@ -12,7 +12,7 @@ from kfac_backend import KroneckerBlock, kronecker_factors
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.optimizer.damped_inverse import damped_inverses, precondition
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.networks import OwnNorm, data, network
+from tests.kfac_backend.networks import Model, OwnNorm, data, network
 from tests.random_numbers import error, normal
 
 LAMBDA = 0.03
@@ -254,6 +254,13 @@ def test_excluded_parameters_keep_their_gradients():
         assert torch.equal(g[name], found[name]) == (name.startswith("8.") or name == "0.weight")
     with pytest.raises(ValueError, match=r"no parameter fits 'nine\*'; there are 0.weight"):
         preconditioner(network(), exclude=["nine*"])
+    with pytest.raises(ValueError, match=r"exclude=\['\*'\] leaves no parameter"):
+        preconditioner(network(), exclude=["*"])
+
+
+def test_a_parameter_without_axes_that_is_the_only_one_is_named():
+    with pytest.raises(ValueError, match=r"'scale' is 0-dimensional.*shape \(1,\)"):
+        preconditioner(Model(lambda m, x: m.scale * x, scale=torch.ones(())))
 
 
 @pytest.mark.parametrize(
