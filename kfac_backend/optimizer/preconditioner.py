@@ -125,7 +125,8 @@ class KfacPreconditioner:
     ```
 
     The loss is taken to be a mean of −log p(y|f) (``mean_over``), plus any further terms. Another
-    constant factor of the loss changes only the meaning of λ. With gradient accumulation call
+    constant factor of the loss changes only the meaning of λ, but with fisher="empirical" the
+    factors, too, which then have its square. With gradient accumulation call
     `step` after the last backward pass: the curvature is that of all batches since the last step.
 
     In a step with new factors (``factor_every``) the training's own forward pass shows the layers'
@@ -140,7 +141,8 @@ class KfacPreconditioner:
     factors run as Python.
 
     With a `torch.amp.GradScaler` take `KFAC`, whose steps the scaler makes with unscaled gradients,
-    or leaves out; and fisher="mc", since factors of "empirical" would be those of the scaled loss.
+    or leaves out; and fisher="mc", since factors of "empirical" would be those of the scaled loss:
+    `KFAC` refuses that, and here it cannot be known.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), section 4 and the appendix on optimisation;
     Martens & Grosse 2015 (arXiv:1503.05671).
@@ -171,8 +173,8 @@ class KfacPreconditioner:
         keywords: single options of `PreconditionerOptions` and `CurvatureOptions`, in place of
             those of ``options`` and ``curvature``: ``damping=0.1, kfac_approx="reduce"``.
 
-    A parameter may be frozen or unfrozen between two steps: while it is frozen it has no block and
-    does not count, and after it is unfrozen the next step makes new factors.
+    A parameter may be frozen or unfrozen between two steps, on all ranks alike: while it is frozen
+    it has no block and does not count, and after it is unfrozen the next step makes new factors.
 
     Raises:
         TypeError: a keyword that is not an option; it lists all.
