@@ -1010,7 +1010,7 @@ def verify_gradients(
         if equal is not True:
             raise Refusal(messages) from (equal or None)
         by_autograd: Sequence[Tensor | None] = [None] * len(leaves)
-        if f.requires_grad:
+        if leaves and f.requires_grad:  # as it may without leaves, by a hook of the model's own
             by_autograd = torch.autograd.grad(f, list(leaves.values()), u, allow_unused=True)
     wrong = {}
     for (name, leaf), gradient in zip(leaves.items(), by_autograd, strict=True):

@@ -198,8 +198,8 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             )
         if p.dim() == 0:
             raise ValueError(
-                f"Parameter '{name}' is 0-dimensional, which laplace-torch cannot hold. "
-                "Give it shape (1,), for example nn.Parameter(torch.zeros(1))."
+                f"Parameter '{name}' is 0-dimensional, and a block needs rows. Give it shape "
+                "(1,), for example nn.Parameter(torch.zeros(1))."
             )
 
 

@@ -9,6 +9,7 @@ orthogonalises (Jordan et al. 2024).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from kfac_backend.optimizer.loss_check import MeanOver
 from kfac_backend.optimizer.preconditioner import (
     KfacPreconditioner,
     PreconditionerOptions,
+    no_copies,
     with_keywords,
 )
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
@@ -33,8 +35,10 @@ BaseOptimizer = Literal["sgd", "nadamw"]
 class KFAC(Optimizer):
     """K-FAC: natural gradients of the momentum, or NAdamW of natural gradients.
 
-    It is an optimiser of torch in all respects: learning rate schedulers, ``state_dict``, Lightning
-    Fabric. See `KfacPreconditioner` for what it asks of model and loss, and for other optimisers.
+    Learning rate schedulers, groups, ``state_dict``, a `GradScaler` and Lightning Fabric work as
+    with any optimiser of torch. It cannot be copied or pickled: make a new one for the copy of a
+    model, and load the state. See `KfacPreconditioner` for what it asks of model and loss, and for
+    other optimisers.
 
     ```python
     optimizer = KFAC(model, "classification", lr=0.1, damping=0.03, kfac_approx="reduce")
@@ -59,11 +63,11 @@ class KFAC(Optimizer):
         betas: of "nadamw".
         eps: of "nadamw".
         weight_decay: see ``base``. It leaves padding of embeddings as it is.
-        params: the model's parameters, or groups of them, if not all trainable ones. Others are not
-            touched; train them with another optimiser if you like. Take groups, not a second K-FAC
-            of the same model. As with any optimiser of torch, parameters that are unfrozen later
-            are trained once `add_param_group` has them; those that are frozen later stay as they
-            are.
+        params: the model's parameters, or groups of them with options of the base optimiser
+            (``lr``, ``weight_decay``), if not all trainable ones. Others are not touched; train
+            them with another optimiser if you like. Take groups, not a second K-FAC of the same
+            model. As with any optimiser of torch, parameters that are unfrozen later are trained
+            once `add_param_group` has them; those that are frozen later stay as they are.
         options: how factors become a preconditioner; see `PreconditionerOptions`.
         curvature: how factors are made; see `CurvatureOptions`.
         exclude: names of parameters, or patterns of them, that are trained without preconditioning.
@@ -75,7 +79,8 @@ class KFAC(Optimizer):
 
     Raises:
         TypeError: a keyword that is not an option; it lists all.
-        ValueError: an option that is not supported, a parameter of another model.
+        ValueError: an option that is not supported, a parameter of another model, a group with an
+            option of K-FAC.
     """
 
     def __init__(
@@ -104,6 +109,9 @@ class KFAC(Optimizer):
         options, curvature = with_keywords(KFAC, options, curvature, keywords)
         if params is None:
             params = [p for p in model.parameters() if p.requires_grad]
+        params = list(params)
+        for group in params:
+            _check_group(group)
         if base == "sgd":
             nesterov = nesterov and momentum > 0
             self.base: Optimizer = torch.optim.SGD(
@@ -128,6 +136,8 @@ class KFAC(Optimizer):
         """The preconditioner, which replaces the gradients before the step."""
         super().__init__(self.base.param_groups, self.base.defaults)
         self._share()
+        # Those that the groups were made with. A group without one has the constructor's.
+        self._first_rates = [float(group["lr"]) for group in self.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step; returns the closure's loss, if there is a closure.
@@ -196,15 +206,16 @@ class KFAC(Optimizer):
         rates = [
             float(group[name]) for group in self.param_groups for name in names if name in group
         ]
-        # If the rate is set by hand and not by a scheduler, the constructor's is the highest known.
-        return max([*rates, float(self.base.defaults["lr"])])
+        # If the rate is set by hand and not by a scheduler, the first one is the highest known.
+        return max(rates + self._first_rates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model; the next step makes new factors.
 
         Raises:
-            ValueError: a tensor that is no parameter of the model.
+            ValueError: a tensor that is no parameter of the model, an option of K-FAC.
         """
+        _check_group(param_group)
         if "base" not in vars(self) or self.param_groups is not self.base.param_groups:
             super().add_param_group(param_group)  # in the constructor
             return
@@ -214,6 +225,29 @@ class KFAC(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        self._first_rates.append(float(self.param_groups[-1]["lr"]))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether the steps unscale gradients; a `GradScaler` asks before each of them.
+
+        Raises:
+            ValueError: fisher="empirical", whose factors are those of the scaled loss by then.
+        """
+        if self.preconditioner.takes_loss_gradients:
+            raise ValueError(
+                "fisher='empirical' takes the gradients of the loss that a GradScaler has scaled. "
+                "Pass fisher='mc', or train in bfloat16 without a scaler."
+            )
+        return False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies, as `KfacPreconditioner` does.
+
+        Raises:
+            TypeError: always.
+        """
+        raise no_copies(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The base optimiser's state, and the preconditioner's under a key of its own.
@@ -282,6 +316,21 @@ class KFAC(Optimizer):
 
     def _share(self) -> None:
         self.param_groups, self.state = self.base.param_groups, self.base.state
+
+
+def _check_group(group: Any) -> None:
+    """Raise a ValueError for options of K-FAC in a group, where they would have no effect."""
+    if not isinstance(group, Mapping):
+        return
+    ours = [
+        f.name for options in (PreconditionerOptions, CurvatureOptions) for f in fields(options)
+    ]
+    wrong = [n for n in (*ours, "exclude", "mean_over", "seed", "process_group") if n in group]
+    if wrong:
+        raise ValueError(
+            f"A group has {', '.join(map(repr, wrong))}, which K-FAC takes for all groups alike, "
+            "in its constructor. Dampings by parameter: preconditioner.damping = {name: λ}."
+        )
 
 
 def _spread(value: Any, parameter: nn.Parameter) -> Any:

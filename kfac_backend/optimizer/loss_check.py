@@ -3,7 +3,8 @@
 A step of training knows neither targets nor loss, but the loss's gradient g at the outputs f. That
 of a cross-entropy is s (softmax(f) − e_y), that of its binary form s (σ(f) − y): the labels show in
 the signs, and the factor s is the same everywhere. What the curvature does not depend on is no
-mistake: soft labels and label smoothing, and any factor s of the loss but that of a sum.
+mistake: soft labels and label smoothing, and any factor s of the loss but that of a sum. With
+fisher="empirical" the curvature has s², which is documented and not checked here.
 """
 
 import warnings

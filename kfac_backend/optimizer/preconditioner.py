@@ -52,6 +52,17 @@ STATE = (
 """The keys of `KfacPreconditioner.state_dict`."""
 
 
+BATCHES = "they see the model's own calls, not the loader's batches"
+UNUSED = {
+    "dict_key_x": BATCHES,
+    "dict_key_y": BATCHES,
+    "batch": BATCHES,
+    "shift_labels": "they see which outputs count by the loss's gradient",
+    "unsupported": "parameters without a rule train with their plain gradients",
+}
+"""Options of a pass that a step of training does not use, and why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreconditionerOptions(Options):
     """How factors become a preconditioner; `CurvatureOptions` says how factors are made.
@@ -114,7 +125,8 @@ class KfacPreconditioner:
     ```
 
     The loss is taken to be a mean of −log p(y|f) (``mean_over``), plus any further terms. Another
-    constant factor of the loss changes only the meaning of λ. With gradient accumulation call
+    constant factor of the loss changes only the meaning of λ, but with fisher="empirical" the
+    factors, too, which then have its square. With gradient accumulation call
     `step` after the last backward pass: the curvature is that of all batches since the last step.
 
     In a step with new factors (``factor_every``) the training's own forward pass shows the layers'
@@ -129,7 +141,8 @@ class KfacPreconditioner:
     factors run as Python.
 
     With a `torch.amp.GradScaler` take `KFAC`, whose steps the scaler makes with unscaled gradients,
-    or leaves out; and fisher="mc", since factors of "empirical" would be those of the scaled loss.
+    or leaves out; and fisher="mc", since factors of "empirical" would be those of the scaled loss:
+    `KFAC` refuses that, and here it cannot be known.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), section 4 and the appendix on optimisation;
     Martens & Grosse 2015 (arXiv:1503.05671).
@@ -140,9 +153,11 @@ class KfacPreconditioner:
             Parameters without a rule keep their plain gradients, and one warning names them.
         likelihood: "classification", "regression" or "bernoulli", as of `kronecker_factors`.
         options: how factors become a preconditioner; damping first.
-        curvature: how factors are made; fisher="mc" by default. If examples have several loss terms
-            or the options name a label that does not count, terms with gradient zero are taken
-            for such.
+        curvature: how factors are made; fisher="mc" by default. What it says of ``unsupported``
+            layers and of a loader's batches (``dict_key_x``, ``dict_key_y``, ``batch``,
+            ``shift_labels``) is for other passes, and an error as a keyword. If examples have
+            several loss terms or the options name a label that does not count, terms with gradient
+            zero are taken for such.
         params: the parameters whose optimiser this is for, if not all of the model. The gradients
             of all others are left as they are, and do not count in ``kl_clip``.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
@@ -158,8 +173,8 @@ class KfacPreconditioner:
         keywords: single options of `PreconditionerOptions` and `CurvatureOptions`, in place of
             those of ``options`` and ``curvature``: ``damping=0.1, kfac_approx="reduce"``.
 
-    A parameter may be frozen or unfrozen between two steps: while it is frozen it has no block and
-    does not count, and after it is unfrozen the next step makes new factors.
+    A parameter may be frozen or unfrozen between two steps, on all ranks alike: while it is frozen
+    it has no block and does not count, and after it is unfrozen the next step makes new factors.
 
     Raises:
         TypeError: a keyword that is not an option; it lists all.
@@ -190,6 +205,12 @@ class KfacPreconditioner:
         """How factors become a preconditioner."""
         self._model, self._exclude = model, exclude
         self._parameters = self._named(model.parameters() if params is None else params)
+        preconditioned = self._not_excluded()
+        if _any_trained(self._parameters) and not _any_trained(preconditioned):
+            raise ValueError(
+                f"exclude={exclude!r} leaves no parameter to precondition. Exclude fewer, or train "
+                "with another optimiser."
+            )
         device = next((p.device for p in model.parameters()), "cpu")
         self._generator = torch.Generator(device).manual_seed(seed)
         self._pass = TrainingPass(
@@ -197,7 +218,7 @@ class KfacPreconditioner:
             likelihood,
             curvature,
             self._generator,
-            self._not_excluded(),
+            preconditioned,
             mean_over,
             process_group,
         )
@@ -244,6 +265,11 @@ class KfacPreconditioner:
     def names(self) -> list[str]:
         """The parameters whose gradients are preconditioned."""
         return self._pass.driver.proof.assignment.names
+
+    @property
+    def takes_loss_gradients(self) -> bool:
+        """Whether factors are made of the training's own gradients, as of fisher="empirical"."""
+        return self._pass.driver.fisher.is_loss_gradient
 
     @property
     def blocks(self) -> Mapping[str, KroneckerBlock]:
@@ -343,6 +369,14 @@ class KfacPreconditioner:
     def detach(self) -> None:
         """Take all hooks off the model; `step` cannot be used from then on."""
         self._pass.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies: the hooks of a copy would be at no model.
+
+        Raises:
+            TypeError: always.
+        """
+        raise no_copies(self)
 
     def __del__(self) -> None:
         # A forward pass that no backward pass followed holds its graph, and that the hooks, which
@@ -583,6 +617,7 @@ def with_keywords(
 
     Raises:
         TypeError: a keyword that is no option; it lists all that the constructor takes.
+        ValueError: a keyword for an option that a training step does not use.
     """
     of_steps, of_curvature = ({f.name for f in fields(o)} for o in (options, curvature))
     unknown = [name for name in keywords if name not in of_steps | of_curvature]
@@ -594,10 +629,26 @@ def with_keywords(
         ]
         names = own_options + [f.name for o in (options, curvature) for f in fields(o)]
         raise TypeError(f"{unknown[0]!r} is not an option; choose from {', '.join(names)}.")
+    for name, why in UNUSED.items():
+        if name in keywords and keywords[name] != getattr(CurvatureOptions(), name):
+            raise ValueError(f"{name}={keywords[name]!r} has no effect in K-FAC's steps: {why}.")
     return (
         options.replace(**{name: v for name, v in keywords.items() if name in of_steps}),
         curvature.replace(**{name: v for name, v in keywords.items() if name in of_curvature}),
     )
+
+
+def no_copies(optimizer: object) -> TypeError:
+    """The error for copy, deepcopy and pickle."""
+    name = type(optimizer).__name__
+    return TypeError(
+        f"{name} cannot be copied or pickled: it has hooks at its model. Make a new {name} for the "
+        "copy of the model, and load this one's state_dict() into it (load_state_dict)."
+    )
+
+
+def _any_trained(parameters: Mapping[str, nn.Parameter]) -> bool:
+    return any(p.requires_grad for p in parameters.values())
 
 
 def _check_has_all(damping: Mapping[str, float], names: Sequence[str]) -> None:

@@ -185,15 +185,31 @@ class TrainingPass:
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
         # and its gradients are too large by the number of ranks, for the mean over all.
-        scale = 1.0 / number
+        of_gradients = 1.0
         if self.driver.fisher.is_loss_gradient:
-            scale = number / self.driver.ranks.size**2
+            of_gradients = (number / self.driver.ranks.size) ** 2
+        # Each factor is averaged on its own, so each must be that of the mean loss, and not only
+        # their product: A has the gradients of a weight that is stored inputs first. Of a weight
+        # that is used in both orientations B has the scale of the product.
+        inputs_first = {
+            name
+            for tracked in self.driver.proof.assignment.all
+            if tracked.rule.transposed
+            for name in tracked.parameters.values()
+        }
         blocks = assemble_blocks(self._model, sums)
         self.reset()
         self.covered = self.trained.now()
         # Averages change in place: so a weight and its bias, which may share a B, get one each, and
         # rows would be in vain beside the matrix.
-        return {n: block.replace(B=block.B * scale, A=block.A) for n, block in blocks.items()}
+        means = {}
+        for name, block in blocks.items():
+            in_A = name in inputs_first and block.A is not None and block.num_terms is not None
+            means[name] = block.replace(
+                B=block.B * ((1.0 if in_A else of_gradients) / number),
+                A=block.A * of_gradients if in_A and block.A is not None else block.A,
+            )
+        return means
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before each forward pass of the model: prepare to see it, if factors are due."""
@@ -381,7 +397,8 @@ class TrainedParameters:
         """The layers with rules; parameters without one have no block."""
         trained = self.now()
         shapes = ((name, self.parameters[name]) for name in trained)
-        only = {name for name, p in shapes if p.dim() and not p.is_complex()}
+        # Where none is left, the error of assign_rules names the first one and the way out.
+        only = {name for name, p in shapes if p.dim() and not p.is_complex()} or trained
         with preserve_state(self._model):
             self._model.eval()  # BatchNorm has a rule there
             assignment = assign_rules(self._model, "freeze", only)

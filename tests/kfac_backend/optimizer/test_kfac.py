@@ -1,6 +1,7 @@
 """`KFAC` is an optimiser of torch like any other, and trains."""
 
 import copy
+import pickle
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -112,6 +113,16 @@ def test_a_grad_scaler_unscales_gradients_and_leaves_steps_out():
     assert scaler.get_scale() < 64
 
 
+def test_factors_of_a_scaled_loss_are_refused():
+    model, (x, y) = network(), data()
+    optimizer = KFAC(model, "classification", fisher="empirical")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    with pytest.raises(ValueError, match="GradScaler has scaled.*fisher='mc'"):
+        scaler.step(optimizer)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+
+
 def test_nadamw_is_the_preconditioner_and_torchs_optimiser():
     x, y = data()
     ours, theirs = network(), network()
@@ -191,6 +202,26 @@ def test_the_limit_leaves_the_schedule_in_force(name):
         lengths.append((after - before).norm())
     at_peak, in_warm_up = lengths
     assert (in_warm_up / at_peak).item() == pytest.approx(0.1, rel=1e-5)
+
+
+def test_the_limit_is_for_the_rates_of_the_groups():
+    """As if the highest of them were the constructor's, whose own no group takes."""
+    found = []
+    for lr, rates in ((0.01, (0.01, 0.001)), (1.0, (0.01, 0.001)), (1.0, (0.01, None))):
+        model, (x, y) = network(), data()
+        halves = (list(model[:8].parameters()), list(model[8:].parameters()))
+        groups = [
+            {"params": half} if rate is None else {"params": half, "lr": rate}
+            for half, rate in zip(halves, rates, strict=True)
+        ]
+        optimizer = KFAC(
+            model, "classification", lr, params=groups, fisher="exact", momentum=0.0, kl_clip=1e-6
+        )
+        before = model[0].weight.detach().clone()
+        train(model, optimizer, 1, x, y)
+        found.append((model[0].weight - before).norm())
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0] / 100)  # the control: a group takes the constructor's
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -348,6 +379,47 @@ def test_every_option_is_a_keyword():
     for part in (PreconditionerOptions(), curvature):
         for field in fields(part):
             KFAC(model, "classification", **{field.name: getattr(part, field.name)})
+
+
+UNUSED = {"unsupported": "diagonal", "shift_labels": True, "dict_key_x": "x", "dict_key_y": "y"}
+
+
+@pytest.mark.parametrize("make", [KFAC, KfacPreconditioner])
+@pytest.mark.parametrize("name", UNUSED)
+def test_keywords_that_a_step_does_not_use_are_refused(make, name):
+    with pytest.raises(ValueError, match=f"{name}={UNUSED[name]!r} has no effect"):
+        make(network(), "classification", **{name: UNUSED[name]})
+    curvature = CurvatureOptions(kfac_approx="expand", fisher="mc", **{name: UNUSED[name]})
+    make(network(), "classification", curvature=curvature)  # which other passes share
+
+
+def test_options_of_kfac_in_groups_are_refused():
+    model = network()
+    group = {"params": list(model[:8].parameters()), "damping": 1.0, "exclude": ["0.*"]}
+    with pytest.raises(ValueError, match="'damping', 'exclude', which K-FAC takes for all groups"):
+        KFAC(model, "classification", params=[group])
+    optimizer = KFAC(model, "classification", params=model[8:].parameters())
+    with pytest.raises(ValueError, match="'damping', 'exclude', which K-FAC takes for all groups"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("make", [KFAC, KfacPreconditioner])
+def test_copies_are_refused_and_those_of_the_model_are_plain(make):
+    model, (x, y) = network(), data()
+    optimizer = make(model, "classification", kl_clip=None)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=f"Make a new {make.__name__} .*load_state_dict"):
+            copied(optimizer)
+    other = copy.deepcopy(model)
+    again = make(other, "classification", kl_clip=None)
+    again.load_state_dict(optimizer.state_dict())
+    for network_, its in ((model, optimizer), (other, again)):
+        F.cross_entropy(network_(x), y).backward()
+        its.step()
+    assert_same(other, model)
+    for p, q in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("make", [KFAC, KfacPreconditioner])

@@ -12,7 +12,7 @@ from kfac_backend import KroneckerBlock, kronecker_factors
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from kfac_backend.optimizer.damped_inverse import damped_inverses, precondition
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.networks import OwnNorm, data, network
+from tests.kfac_backend.networks import Model, OwnNorm, data, network
 from tests.random_numbers import error, normal
 
 LAMBDA = 0.03
@@ -20,7 +20,8 @@ EVERY = {"factor_every": 1, "update_every": 1, "kl_clip": None}
 
 
 def preconditioner(model, likelihood="classification", *, exclude=(), **options):
-    curvature = {k: options.pop(k) for k in ("kfac_approx", "fisher") if k in options}
+    names = ("kfac_approx", "fisher", "diagonal_above")
+    curvature = {k: options.pop(k) for k in names if k in options}
     options = PreconditionerOptions(**{"damping": LAMBDA, **EVERY, **options})
     return KfacPreconditioner(
         model, likelihood, options, exclude=exclude, **{"fisher": "exact", **curvature}
@@ -86,6 +87,53 @@ def test_the_moving_average_of_what_is_unfrozen_begins_with_its_first_batch():
         assert_close(block.B, sum(w * blocks[name].B / 2 for w, blocks in of_batches), msg=name)
         if block.A is not None:
             assert_close(block.A, sum(w * blocks[name].A for w, blocks in of_batches), msg=name)
+
+
+class Tied(nn.Module):
+    """Weights that are stored inputs first, and used as the output layer or before the pooling."""
+
+    def __init__(self, head_is="of its own"):
+        super().__init__()
+        self.pools = head_is == "pooled"
+        self.tokens, self.up = nn.Embedding(6, 6), nn.ConvTranspose1d(6, 6, 1)
+        self.other, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        tied_to = {"tokens": self.tokens, "pooled": self.other}.get(head_is, self.head)
+        self.head.weight = tied_to.weight
+
+    def forward(self, x):
+        x = self.up(torch.tanh(self.tokens(x)).mT).mT
+        x = torch.tanh(self.other(x))
+        return self.head(x.mean(1) if self.pools else x)
+
+
+TIED = {
+    # name: the head, options
+    "stored inputs first": ("of its own", {}),
+    "in two orientations": ("tokens", {}),
+    "in two orientations, diagonal": ("tokens", {"diagonal_above": 5}),
+    "in two modes": ("pooled", {"kfac_approx": {"other": "expand", "*": "reduce"}}),
+}
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("name", TIED)
+def test_averages_do_not_depend_on_the_sizes_of_batches(name, fisher):
+    """Examples that are repeated have the mean curvature of themselves once."""
+    head, options = TIED[name]
+    torch.manual_seed(0)
+    x, y = torch.randint(6, (2, 4, 5))
+    y = y[:, 0] if head == "pooled" else y
+    found = []
+    for repeats in ([1], [1, 64, 1, 64]):
+        torch.manual_seed(1)
+        model = Tied(head).double()
+        conditioner = preconditioner(model, fisher=fisher, ema_decay=0.5, **options)
+        for n in repeats:
+            f, labels = model(x.repeat(n, 1)), y.repeat(n, *[1] * (y.dim() - 1))
+            F.cross_entropy(f.flatten(0, -2), labels.flatten()).backward()
+            conditioner.step()
+        found.append({n: block.to_dense() for n, block in conditioner.blocks.items()})
+    assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
 
 
 def test_gradients_that_a_frozen_layer_still_has_are_left_alone_and_do_not_count():
@@ -206,6 +254,13 @@ def test_excluded_parameters_keep_their_gradients():
         assert torch.equal(g[name], found[name]) == (name.startswith("8.") or name == "0.weight")
     with pytest.raises(ValueError, match=r"no parameter fits 'nine\*'; there are 0.weight"):
         preconditioner(network(), exclude=["nine*"])
+    with pytest.raises(ValueError, match=r"exclude=\['\*'\] leaves no parameter"):
+        preconditioner(network(), exclude=["*"])
+
+
+def test_a_parameter_without_axes_that_is_the_only_one_is_named():
+    with pytest.raises(ValueError, match=r"'scale' is 0-dimensional.*shape \(1,\)"):
+        preconditioner(Model(lambda m, x: m.scale * x, scale=torch.ones(())))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -15,19 +15,31 @@ from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.ranks import Ranks
 from tests.kfac_backend.networks import data, network
 
+
+def tied_network():
+    """One weight as a convolution's and a transposed one's, and one that is stored inputs first."""
+    torch.manual_seed(0)
+    down, up = nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 2, 3)
+    up.weight = down.weight
+    return nn.Sequential(
+        down, nn.Tanh(), up, nn.Tanh(), nn.ConvTranspose2d(2, 3, 2), nn.Flatten(), nn.Linear(75, 3)
+    ).double()  # fmt: skip
+
+
 SETTINGS = [
-    # name, fisher, options
-    ("factors", "empirical", {}),
-    ("factors, solved once", "exact", {"update_every": 1, "factor_every": 1}),
-    ("product", "exact", {"damping_on": "product"}),
+    # name, fisher, options, network
+    ("factors", "empirical", {}, network),
+    ("factors, solved once", "exact", {"update_every": 1, "factor_every": 1}, network),
+    ("product", "exact", {"damping_on": "product"}, network),
+    ("two orientations", "empirical", {"factor_every": 1}, tied_network),
 ]
 STEPS, N = 4, 9
 SAVED = 1  # steps before the state: a resumed run first uses its inverses, not new ones
 
 
-def trained(ranks: Ranks, fisher: str, options: PreconditionerOptions, state=None):
+def trained(ranks: Ranks, make, fisher: str, options: PreconditionerOptions, state=None):
     """The network after some steps, or after the rest of them, and the state in between."""
-    model = network()
+    model = make()
     optimizer = KFAC(model, "classification", 0.1, options=options, fisher=fisher)
     steps = range(STEPS)
     if state is not None:
@@ -68,9 +80,9 @@ def trained_anew_and_resumed(folder: Path) -> dict[str, Tensor]:
     """Parameters and state after training, from the start and from one process's state."""
     ranks = Ranks()
     found = trained_with_a_frozen_parameter(ranks)
-    for name, fisher, own in SETTINGS:
+    for name, fisher, own, make in SETTINGS:
         options = PreconditionerOptions(**({"factor_every": 2, "update_every": 2} | own))
-        model, saved = trained(ranks, fisher, options)
+        model, saved = trained(ranks, make, fisher, options)
         found |= {f"{name}, {n}": p.detach() for n, p in model.named_parameters()}
         assert saved is not None
         for kind in ("blocks", "inverses"):
@@ -79,7 +91,7 @@ def trained_anew_and_resumed(folder: Path) -> dict[str, Tensor]:
         if ranks.size == 1:
             torch.save(saved, folder / f"{name}.pt")
         else:
-            model, _ = trained(ranks, fisher, options, torch.load(folder / f"{name}.pt"))
+            model, _ = trained(ranks, make, fisher, options, torch.load(folder / f"{name}.pt"))
             found |= {f"resumed, {name}, {n}": p.detach() for n, p in model.named_parameters()}
     return found
 

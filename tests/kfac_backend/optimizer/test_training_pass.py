@@ -221,6 +221,28 @@ def test_checkpoints_change_no_number(name, fisher, monkeypatch):
     assert_close(gradients, plain_gradients, rtol=1e-12, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_checkpoints_of_hugging_face_change_no_number():
+    """Their models have a hook by which an embedding's output always requires a gradient."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=7, n_positions=6, n_embd=4, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    ids = torch.tensor([[1, 2, 3, 4, 5], [6, 5, 1, 1, 0], [3, 3, 2, 6, 4]])
+    found = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).double().train()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        curvature = training_pass(model)
+        loss_of(model(input_ids=ids).logits, ids).backward()
+        found.append({name: b.to_dense() for name, b in curvature.mean_blocks().items()})
+    assert found[0].keys() == {name for name, _ in model.named_parameters()}
+    assert_close(found[1], found[0], rtol=1e-10, atol=1e-14)
+
+
 def test_backward_passes_of_two_losses_and_one_that_is_interrupted():
     """Through a layer that runs by parts, in a checkpoint; other passes go on in between."""
     make, shape = CHECKPOINTED["by parts"]
