@@ -61,7 +61,7 @@ FUNCTIONS = {
 }
 """What a command calls; imported when it is asked for, since torch takes seconds."""
 FIRST_STEP = "marglik train --config digits"
-RESUME = "The same command with --resume continues from its last checkpoint."
+RESUME = "The same command with --resume continues from its last checkpoint, if there is one."
 
 LONGEST = 500
 """Most characters of an error of the parser, which may quote a whole file."""
@@ -437,7 +437,9 @@ def _fill_in_sizes(options: Any) -> None:
     missing = [name for name in names if sizes.get(name, 0) is None]
     if missing:
         data = build_from_spec(DataSource, options.data.as_dict(), named=None)
-        sizes_of_data = sizes_of(data.load(), options.likelihood)
+        with warnings.catch_warnings():  # the run loads the data again, and warns then
+            warnings.simplefilter("ignore")
+            sizes_of_data = sizes_of(data.load(), options.likelihood)
         for name in missing:
             sizes[name] = sizes_of_data.get(name)
 

@@ -318,7 +318,8 @@ class SuspiciousLabel:
     """A training label that may be wrong."""
 
     index: int
-    """Of the example, in the data."""
+    """Of the example in its source, from 0: the row of a file, the image of a data set before any
+    of them are chosen or held out."""
     label: str
     predicted: str
     score: float

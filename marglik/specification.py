@@ -86,7 +86,9 @@ def build_from_spec(
         if not isinstance(instance, kind):
             raise TypeError("another kind of object is needed")
     except Exception as error:  # a class raises whatever its arguments lead to
-        raise ValueError(f"{path} could not be built from its saved arguments: {error}.") from error
+        whose = "its" if named is None else "its saved"  # as the user gave them, or a file has them
+        said = str(error).rstrip(".")
+        raise ValueError(f"{path} could not be built from {whose} arguments: {said}.") from error
     return instance
 
 

@@ -97,6 +97,10 @@ class TableEncoding:
         return read_frame(path, dict.fromkeys(self.texts, "str"))
 
 
+SEPARATORS = ("\t", ";", "|")
+"""Of files that are not separated by commas."""
+
+
 def indicator(column: str) -> str:
     """The name of the input that says where a column lacks a value."""
     return f"{column} is missing"
@@ -112,7 +116,17 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
         raise FileNotFoundError(f"'{path}' is not a file. Give the path of a CSV or Parquet file.")
     is_parquet = path.suffix == ".parquet"
     try:
-        return pandas.read_parquet(path) if is_parquet else pandas.read_csv(path, dtype=dtypes)  # pyright: ignore
+        if is_parquet:
+            return pandas.read_parquet(path)
+        header = list(map(str, pandas.read_csv(path, nrows=0)))
+        # Of names without a comma. First, as rows with decimal commas would be misread.
+        if len(header) == 1 and (separators := [s for s in SEPARATORS if s in header[0]]):
+            raise ValueError(
+                f"its columns are separated by {separators[0]!r} instead of commas; save it with "
+                f"commas, as by pandas.read_csv(path, sep={separators[0]!r}).to_csv(path, "
+                "index=False)"
+            )
+        return pandas.read_csv(path, dtype=dtypes)  # pyright: ignore
     except (ValueError, OSError) as error:  # pandas' parsers and pyarrow raise subclasses
         reason = str(error).partition("\n")[0]
         kind = "Parquet" if is_parquet else "CSV"

@@ -119,25 +119,26 @@ class TwoPartData(DataSource):
         channels = max(pixels.shape[1] for pixels, _ in (train, test))  # 1 and 3, or equal
         train, test = ((x.expand(-1, channels, -1, -1), y) for x, y in (train, test))
         # Validation images come from the subset: they are not those that were left out.
-        train, test = self._part(train, "max_train", classes), self._part(test, "max_test", classes)
-        splits = Splits(train, None, test, self.name, classes)
+        train, indices = self._part(train, "max_train", classes)
+        test, _ = self._part(test, "max_test", classes)
+        splits = Splits(train, None, test, self.name, classes, train_indices=indices)
         if self.validation:
-            splits, _ = hold_out(splits, self.validation, self.seed, "validation")
+            splits = hold_out(splits, self.validation, self.seed, "validation")
         mean, std = self.scale or pixel_statistics(splits.train[0])
         return replace(splits, mean=mean, std=std)
 
     def load_test(self) -> tuple[Pair, str]:
         """Return the test images and the name of the data; training images may be missing."""
         test, classes = self.read("test")
-        return self._part(test, "max_test", classes), self.name
+        return self._part(test, "max_test", classes)[0], self.name
 
-    def _part(self, images: Pair, option: str, classes: tuple[str, ...]) -> Pair:
-        """As many images as the option says, with the class shares of all; None for all."""
+    def _part(self, images: Pair, option: str, classes: tuple[str, ...]) -> tuple[Pair, Tensor]:
+        """As many images as the option says, with the class shares of all; and which they are."""
         size, labels = getattr(self, option), images[1]
         if size in (None, len(labels)):
-            return images
+            return images, torch.arange(len(labels))
         chosen, _ = stratified(labels, size, classes, self.seed, f"{option}={size}")
-        return take(images, chosen)
+        return take(images, chosen), chosen
 
 
 @dataclass(eq=False)
@@ -253,7 +254,13 @@ class ImageFolder(TwoPartData):
                 "test/CLASS/IMAGE, and pass the folder that has train/ and test/; unpack an "
                 "archive first."
             )
-        listed = datasets.ImageFolder(folder)
+        # Files whose names begin with a dot are those of systems and editors.
+        listed = datasets.ImageFolder(
+            folder,
+            is_valid_file=lambda path: (
+                datasets.folder.is_image_file(path) and not Path(path).name.startswith(".")
+            ),
+        )
         paths = [Path(path) for path, _ in listed.samples]
         images = decode_images(paths, [str(path.relative_to(self.path)) for path in paths])
         return (images, torch.tensor(listed.targets)), tuple(listed.classes)
@@ -296,9 +303,11 @@ class ClassSubset(DataSource):
             raise ValueError(f"{splits.name} has no class {unknown}, but {list(names)}.")
         indices = torch.tensor([names.index(name) for name in self.classes])
 
+        def which(part: Pair) -> Tensor:  # (N, classes): the class of each image, if it is here
+            return part[1][:, None] == indices
+
         def some(part: Pair) -> Pair:
-            # Which of these classes each image has; at most one.
-            is_class = part[1][:, None] == indices  # (N, classes)
+            is_class = which(part)
             chosen = is_class.any(1)
             return take(part, chosen)[0], is_class[chosen].int().argmax(1)
 
@@ -309,6 +318,7 @@ class ClassSubset(DataSource):
             test=some(splits.test),
             classes=self.classes,
             name=f"{splits.name} ({', '.join(self.classes)})",
+            train_indices=splits.indices_in_source[which(splits.train).any(1)],
         )
 
 

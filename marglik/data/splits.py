@@ -64,6 +64,8 @@ class Splits:
         mean: of images, by which they are normalised: the mean of the training pixels per channel,
             in 0..255. None for other data.
         std: the standard deviation to it.
+        train_indices: (N,) of the training examples in the source, from 0: rows of a file, images
+            of a data set in its own order. None if they are all of them, in this order.
 
     Raises:
         ValueError: if a split has no examples, different numbers of inputs and targets, or values
@@ -81,6 +83,7 @@ class Splits:
     target_scale: tuple[float, float] | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    train_indices: Tensor | None = None
 
     def __post_init__(self) -> None:
         splits = {"train": self.train, "validation": self.validation, "test": self.test}
@@ -103,6 +106,11 @@ class Splits:
                     )
             if self.classes is not None:
                 self._check_labels(f"y_{split}", y, len(self.classes))
+        if self.train_indices is not None and len(self.train_indices) != len(self.train[1]):
+            raise ValueError(
+                f"{self.name}: {len(self.train_indices)} train_indices for {len(self.train[1])} "
+                "training examples; give each one, or pass train_indices=None."
+            )
         if self.are_images:
             self._check_images()
 
@@ -116,6 +124,12 @@ class Splits:
         """(C, H, W) of every image."""
         _, channels, height, width = tensors_in(self.train)[0].shape
         return channels, height, width
+
+    @property
+    def indices_in_source(self) -> Tensor:
+        """``train_indices`` (N,), also where these are all."""
+        every = torch.arange(len(self.train[1]))
+        return every if self.train_indices is None else self.train_indices
 
     @property
     def targets(self) -> TargetOptions:
@@ -227,12 +241,8 @@ class SplitError(ValueError):
     """Examples that are too few to be divided as asked for."""
 
 
-def hold_out(
-    splits: Splits, share: float, seed: int, option: str = "held_out"
-) -> tuple[Splits, Tensor]:
+def hold_out(splits: Splits, share: float, seed: int, option: str = "held_out") -> Splits:
     """The same data with a random part of the training examples as its validation set.
-
-    Also returns the positions of those that remain, among all training examples.
 
     The part is stratified if each example has a class. Mean and standard deviation of images are
     not computed again.
@@ -256,7 +266,8 @@ def hold_out(
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
         chosen, rest = order[:size].sort().values, order[size:].sort().values
     train, validation = take(splits.train, rest), take(splits.train, chosen)
-    return replace(splits, train=train, validation=validation), rest
+    indices = splits.indices_in_source[rest]
+    return replace(splits, train=train, validation=validation, train_indices=indices)
 
 
 def divided(whole: Splits, test_fraction: float, validation: float, seed: int) -> Splits:
@@ -271,10 +282,10 @@ def divided(whole: Splits, test_fraction: float, validation: float, seed: int) -
     Raises:
         SplitError: see `hold_out`.
     """
-    splits, _ = hold_out(whole, test_fraction, seed, "test_fraction")
+    splits = hold_out(whole, test_fraction, seed, "test_fraction")
     assert splits.validation is not None
     splits = replace(splits, validation=None, test=splits.validation)
-    return hold_out(splits, validation, seed, "validation")[0] if validation else splits
+    return hold_out(splits, validation, seed, "validation") if validation else splits
 
 
 def stratified(
@@ -314,10 +325,10 @@ def stratified(
 
 def _check_sizes(total: int, size: int, least: int, cause: str) -> None:
     if not least <= size <= total - least:
+        none = " (0 for none)" if cause.startswith(("held_out", "validation")) else ""
         raise SplitError(
             f"{cause}: {total} examples would be divided into {size} and {total - size}; both "
-            f"parts need at least {least}. Choose another number (0 for none), or take more "
-            "examples."
+            f"parts need at least {least}. Choose another number{none}, or take more examples."
         )
 
 

@@ -1,5 +1,6 @@
 """Tables: the rows of a CSV or Parquet file, divided, with targets as a likelihood takes them."""
 
+import re
 import warnings
 from copy import copy
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from marglik.data.splits import DataSource, Splits, check_fraction, divided
 
 MOST_CATEGORIES = 100
 """Of a column of text, which becomes as many columns; more of them are probably names of rows."""
+DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 Missing = Literal["indicator", "error"]
 
 
@@ -81,11 +83,27 @@ class TableFile(DataSource):
                 many texts in a column; a class with too few rows.
         """
         splits = divided(self._whole(), self.test_fraction, self.validation, self.seed)
+        if self._encoding is None:
+            self._warn_of_copies(splits)
         return self._scaled(self._filled(splits))
 
     def load_undivided(self) -> Splits:
         """All rows as test data."""
         return self._scaled(self._filled(self._whole()))
+
+    def _warn_of_copies(self, splits: Splits) -> None:
+        """Warn of test rows that equal a training row, in the target, too."""
+        train, test = (
+            [row.tobytes() for row in torch.cat([x, y.view(len(y), -1)], 1).double().numpy()]
+            for x, y in (splits.train, splits.test)
+        )
+        if copies := len(list(filter({*train}.__contains__, test))):
+            warnings.warn(
+                f"'{self.path}': {copies} of the {len(test)} rows of the test part equal a row of "
+                "the training part in all columns. If they are copies of one example, metrics look "
+                "better than they are: drop duplicate rows.",
+                stacklevel=3,
+            )
 
     def _filled(self, splits: Splits) -> Splits:
         """The data with the training part's medians in the place of missing numbers."""
@@ -155,6 +173,16 @@ class TableFile(DataSource):
         classes = None if encoding.classes is None else tuple(encoding.classes)
         return Splits((x, targets), None, (x, targets), self.name, classes, table=encoding)
 
+    def _refuse_decimal_commas(self, column: Any, texts: list[str]) -> None:
+        """Raise a ValueError for texts that are numbers, which would become categories."""
+        numbers = [text for text in texts if DECIMAL_COMMA.fullmatch(text.strip())]
+        if 2 * len(numbers) > len(texts):
+            raise ValueError(
+                f"'{self.path}': column {column!r} has numbers with a comma, such as "
+                f"{numbers[0]!r}, which pandas reads as text. Write decimal points; if they are "
+                "meant as text, put a letter in front of each."
+            )
+
     def _fitted(self, inputs: Any, y: Any) -> TableEncoding:
         """The encoding of this file; its medians are of all rows, until these are divided."""
         with extra("tables"):
@@ -177,6 +205,7 @@ class TableFile(DataSource):
                 numbers[str(column)] = float(np.median(present))
             else:
                 texts[str(column)] = sorted(values.dropna().astype(str).unique())
+                self._refuse_decimal_commas(column, texts[str(column)])
                 if (count := len(texts[str(column)])) > MOST_CATEGORIES:
                     raise ValueError(
                         f"'{self.path}': column {column!r} has {count} different texts, more than "
@@ -197,6 +226,8 @@ class TableFile(DataSource):
                 stacklevel=2,
             )
         classes = None
+        if self.classes is None and not pandas.api.types.is_numeric_dtype(y):
+            self._refuse_decimal_commas(y.name, list(y.astype(str).unique()))
         if y.dtype.kind != "f" if self.classes is None else self.classes:
             values = pandas.factorize(y, sort=True)[1]
             if self.classes is None and y.dtype.kind in "iu" and len(values) > MOST_CATEGORIES:

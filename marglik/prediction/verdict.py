@@ -105,6 +105,9 @@ def in_one_sentence(
         here, there = (
             f"{factor * getattr(one, field):.{decimals}f}{percent}" for one in (metrics, of_plain)
         )
+        if change == low == high == 0:
+            phrases.append(f"{name} {here} for both, and the same for each example")
+            continue
         ends = f"95 % interval {low:+.{decimals}f} to {high:+.{decimals}f}"
         phrases.append(f"{name} {here} instead of {there} ({change:+.{decimals}f}{unit}, {ends})")
     subject = _listed(learned)

@@ -257,7 +257,7 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
         text = (
             f"{labels.number:,} of {labels.judged:,} labels have a score above 1. The network "
             f"predicted {percentage(labels.agreement, 1)} of the labels, on average over the "
-            "epochs."
+            "epochs. Examples count from 0, as the rows of the file or the images of the data do."
         )
         blocks.append(run.titled(text))
         title = run.titled("The most suspicious")

@@ -1,10 +1,10 @@
 """What `marglik predict` does: predictions for the rows of a new table, in its target's units."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kfac_backend.atomic_files import write_file
@@ -12,6 +12,7 @@ from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from marglik.data.encoding import TableEncoding
 from marglik.data.splits import check_values
+from marglik.models import Standardised
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
@@ -58,10 +59,16 @@ def predict_rows(
     Raises:
         FileNotFoundError: no such folder or file.
         FileExistsError: the output exists.
-        ValueError: a run that is not of a table; a missing column, or a value that was not in the
-            training data.
+        ValueError: the output is the file of the rows; a run that is not of a table; a missing
+            column, or a value that was not in the training data, or is so large that the
+            prediction is no number.
     """
     check_seed(seed)
+    if Path(output).resolve() == Path(rows).resolve():
+        raise ValueError(
+            f"{output} is the file of the rows, which the predictions would replace; pass another "
+            "--output."
+        )
     if Path(output).exists() and not overwrite:
         raise FileExistsError(f"{output} exists; pass --overwrite, or another --output.")
     record = read_posterior(path)
@@ -81,7 +88,12 @@ def predict_rows(
     predictive = predictive.for_posterior(laplace)
     predict = laplace_predictive(laplace, predictive, generator)
     batches = tqdm(x.split(predictive.batch_size), unit="batch", disable=None if progress else True)
-    prediction = Prediction.cat([predict(part.to(device)).to("cpu") for part in batches])
+    try:
+        prediction = Prediction.cat([predict(part.to(device)).to("cpu") for part in batches])
+    except torch.linalg.LinAlgError:  # of a covariance that is not finite
+        _refuse_largest(x, laplace.model, encoding, rows)
+    if not all(bool(t.isfinite().all()) for t in (prediction.mean, prediction.total)):
+        _refuse_largest(x, laplace.model, encoding, rows)
     columns = _columns(prediction, laplace.likelihood, encoding, data.get("target_scale"))
     with extra("tables"):
         import pandas
@@ -93,6 +105,19 @@ def predict_rows(
         "predictive": predictive.label,
         "calibrated": predictive.label in laplace.calibrations and predictive.is_calibrated,
     }
+
+
+def _refuse_largest(x: Tensor, model: nn.Module, encoding: TableEncoding, rows: str) -> NoReturn:
+    """Raise a ValueError that names the value farthest from the training part's."""
+    if isinstance(model, Standardised):
+        x = (x.double() - model.mean.double().cpu()) / model.std.double().cpu()
+    row, column = divmod(int(x.abs().argmax()), x.shape[1])
+    raise ValueError(
+        f"'{rows}': a prediction is no finite number. The value of column "
+        f"{encoding.columns[column]!r} in row {row}, from 0, is the farthest from the training "
+        f"data ({float(x[row, column]):.3g} standard deviations from its mean); correct it, or "
+        "drop the row."
+    )
 
 
 def _columns(

@@ -168,7 +168,8 @@ def _print_suspicious(labels: SuspiciousLabels) -> None:
     _print_paragraph(
         f"Training labels to look at, wrong or hard: {labels.number} of {labels.judged} have "
         f"a score above 1. The network predicted {100 * labels.agreement:.0f} % of all, on "
-        "average over training."
+        "average over training. Examples count from 0, as the rows of the file or the images of "
+        "the data do."
     )
     examples = labels.examples[:SUSPICIOUS_SHOWN]
     rows = [[str(e.index), e.label, e.predicted, f"{e.score:.1f}"] for e in examples]

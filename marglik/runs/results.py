@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from marglik.augmentation import LearnedAugmentation
 from marglik.augmentation.learned import START
@@ -136,18 +136,17 @@ def learned_results(setup: Setup, outcome: OnlineResult, evaluation: Evaluation)
         "held_out": setup.held_out,
         "calibration": fit and calibration_in_units(label, fit, splits),
         "num_positions": evaluation.num_positions,
-        "suspicious_labels": _suspicious(outcome, splits, setup.train_indices, of_map),
+        "suspicious_labels": _suspicious(outcome, splits, of_map),
         "augmentation": _augmentation(setup.model, splits),
     }
 
 
 def _suspicious(
-    outcome: OnlineResult, splits: Splits, train_indices: Tensor, calibration: Calibration
+    outcome: OnlineResult, splits: Splits, calibration: Calibration
 ) -> SuspiciousLabels:
     """The training labels that look most wrong; where none can be judged, why.
 
     Where the calibration has label noise, each has the probability that its label is wrong.
-    ``train_indices`` (N,) are those of the examples that the network was trained on, in the data.
     """
     y = tensors_in(splits.train)[-1].cpu()
     try:
@@ -163,7 +162,7 @@ def _suspicious(
     )
     examples = []
     for i in range(min(labels.number, MOST_SUSPICIOUS)):
-        # From a place among the judged, to one among the trained on, to one in the data.
+        # From a place among the judged, to one among the trained on, to one in the source.
         position = int(counts[labels.index[i]])
         label, predicted = (
             str(int(k)) if splits.classes is None else splits.classes[int(k)]
@@ -173,7 +172,7 @@ def _suspicious(
         image = None
         if splits.are_images:
             image = data_uri(tensors_in(splits.train)[0][position], LARGEST_PICTURE)
-        index, score = int(train_indices[position]), labels.score[i].item()
+        index, score = int(splits.indices_in_source[position]), labels.score[i].item()
         examples.append(SuspiciousLabel(index, label, predicted, score, wrong, image))
     return SuspiciousLabels(len(labels.index), labels.number, labels.agreement, examples)
 

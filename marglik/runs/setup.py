@@ -1,10 +1,11 @@
 """What the trainings of a run share, and the checks of it before any work."""
 
+import warnings
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kfac_backend.atomic_files import sha256_of_tensors
 from kfac_backend.likelihoods import Classification, Likelihood, likelihood_of
@@ -34,7 +35,6 @@ class Setup:
 
     Args:
         splits: the data, with a validation set where one was held out for calibration.
-        train_indices: (N,) of the examples to train on, among the data's training examples.
         held_out: number of the others, which were held out for calibration; 0 if the validation set
             is the data's own, or there is none.
         model: the network that learns; at its initial parameters until it is trained.
@@ -44,7 +44,6 @@ class Setup:
     """
 
     splits: Splits
-    train_indices: Tensor
     held_out: int = 0
     ood_images: OutOfDistributionImages | None = None
     model: nn.Module
@@ -86,6 +85,7 @@ def checked_setup(
             "Pass Provenance(model={'class_path': ..., 'init_args': {...}})."
         )
     splits = data.load()
+    check_test_labels(splits, likelihood_of(likelihood))
     if not splits.are_images and (run.augmentation != "none" or ood):
         raise ValueError(
             f"{splits.name} holds no images; augmentation and ood are for images. Leave them out."
@@ -98,10 +98,15 @@ def checked_setup(
     check_model(model, splits, curvature, likelihood, predictive)
     PriorGroups.from_model(model, prior.structure)  # raises on rules that match nothing
     number = len(tensors_in(splits.train)[-1])
-    train_indices = torch.arange(number)
     if run.held_out and predictive.is_calibrated and splits.validation is None:
-        splits, train_indices = hold_out(splits, run.held_out, run.seed)
-    examples = len(train_indices)
+        splits = hold_out(splits, run.held_out, run.seed)
+    examples = len(tensors_in(splits.train)[-1])
+    if 2 * examples < number and ranks.rank == 0:
+        warnings.warn(
+            f"held_out={run.held_out} leaves {examples} of {number} examples to train on; the "
+            "others only calibrate. A tenth is usual.",
+            stacklevel=2,
+        )
     if min(run.batch_size, examples) < ranks.size:
         raise ValueError(
             f"batch_size {run.batch_size}, {examples} training examples: {ranks.size} processes "
@@ -109,11 +114,36 @@ def checked_setup(
             "fewer processes."
         )
     return Setup(
-        splits=splits, train_indices=train_indices, held_out=number - examples,
-        ood_images=ood_images, model=model, provenance=provenance, optimizer=optimizer, prior=prior,
-        curvature=curvature, predictive=predictive, likelihood=likelihood_of(likelihood), run=run,
-        fabric=fabric, ranks=ranks,
+        splits=splits, held_out=number - examples, ood_images=ood_images, model=model,
+        provenance=provenance, optimizer=optimizer, prior=prior, curvature=curvature,
+        predictive=predictive, likelihood=likelihood_of(likelihood), run=run, fabric=fabric,
+        ranks=ranks,
     )  # fmt: skip
+
+
+def check_test_labels(splits: Splits, likelihood: Likelihood) -> None:
+    """Warn of labels that the test part alone has; raise a ValueError if it has no others.
+
+    Only where each example has one label: a rare token of a text may well be in one part alone.
+    """
+    parts = [part for part in (splits.train, splits.validation, splits.test) if part is not None]
+    *others, y = (tensors_in(part)[-1].cpu() for part in parts)
+    if not likelihood.has_labels or y.dim() > 1:
+        return
+    labels = y.unique()
+    unknown = labels[~torch.isin(labels, torch.cat(others)) & (labels != splits.ignore_index)]
+    if not len(unknown):
+        return
+    numbers = [int(label) for label in unknown]
+    names = [str(k) if splits.classes is None else splits.classes[k] for k in numbers]
+    said = (
+        f"{splits.name}: no training example has the label(s) {', '.join(names[:10])}"
+        f"{', ...' if len(names) > 10 else ''}, which test examples have. A network cannot learn "
+        "them; are the labels of both parts numbered alike?"
+    )
+    if len(unknown) == len(labels):
+        raise ValueError(f"{said} The test part has no other labels.")
+    warnings.warn(said, stacklevel=3)
 
 
 def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[str]:

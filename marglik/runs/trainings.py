@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kfac_backend.likelihoods import Likelihood
 from marglik.data.batches import Batches, split_batches
 from marglik.data.splits import SplitName, tensors_in
+from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import ExampleScores, evaluate, predictives_of
 from marglik.prediction.intervals import differences
-from marglik.prediction.predictive import Predictive, map_predictive
+from marglik.prediction.predictive import Predictive, map_predictive, outputs_of
 from marglik.prediction.simple_models import evaluate_simple_models, simple_models_in_words
 from marglik.prediction.verdict import in_one_sentence, instability
 from marglik.records import Evaluation, Metrics, Network, Results
@@ -208,6 +209,10 @@ def compare_with_plain(
     if likelihood.has_sigma:  # of the residuals; the loss is half of σ²
         y = tensors_in(setup.splits.train)[-1]
         sigma = (2 * losses[-1] / y[0].numel()) ** 0.5
+    if likelihood.to_learn() and not likelihood.has_label_noise:  # as the learned network's were
+        size, device = setup.predictive.batch_size, setup.fabric.device
+        train = split_batches(setup.splits, "train", size, device=device)
+        likelihood, sigma = fitted_to_residuals(likelihood, model, train)
     scaled = _calibrated(setup, [model], likelihood, sigma, outcome.seconds)
     predictives: dict[str, Predictive] = {"MAP": map_predictive(model, likelihood, sigma)}
     if scaled.calibration is not None:
@@ -224,6 +229,42 @@ def compare_with_plain(
         verdict=said,
         seconds=results.seconds + outcome.seconds + time.perf_counter() - trained,
     )
+
+
+def fitted_to_residuals(
+    likelihood: Likelihood, model: nn.Module, batches: Batches
+) -> tuple[Likelihood, float]:
+    """The likelihood with those parameters that are not given at their maximum likelihood; and σ.
+
+    At the network's outputs for ``batches``; by a factor of e⁵ at most.
+    """
+    with torch.no_grad(), eval_mode(model):
+        outputs = [(outputs_of(model, x).double().cpu(), y.double().cpu()) for x, y in batches]
+    C, names = outputs[0][0].shape[-1], [*likelihood.to_learn()]
+    start = [likelihood.parameters[name] for name in names]
+    start = [xi.expand(C).clone() if xi.dim() else xi for xi in start]  # one for each output
+    bounds = [likelihood.lower_bounds()[name] for name in names]
+    moves = [torch.zeros_like(xi, requires_grad=True) for xi in start]
+
+    def moved() -> list[Tensor]:
+        factors = [(5 * (move / 5).tanh()).exp() for move in moves]
+        return [low + (xi - low) * a for xi, low, a in zip(start, bounds, factors, strict=True)]
+
+    optimizer = torch.optim.LBFGS(moves, max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        at = likelihood.with_parameters(dict(zip(names, moved(), strict=True)))
+        # Per term; a noise beside σ is a part of σ, whose normaliser the loss leaves out.
+        losses = torch.cat([at.losses(f, y).flatten(0, -2) for f, y in outputs]).sum(-1).mean()
+        value = losses + (at.parameters["noise"].log().sum() if at.has_sigma else 0.0)
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    values = dict(zip(names, (xi.detach() for xi in moved()), strict=True))
+    sigma = values["noise"].log().mean().exp().item() if likelihood.has_sigma else 1.0
+    return likelihood.replace(**{name: xi.tolist() for name, xi in values.items()}), sigma
 
 
 def compare_with_simple_models(setup: Setup, results: Results, scores: ExampleScores) -> Results:

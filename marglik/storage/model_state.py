@@ -127,6 +127,13 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
             break
         state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         prefixes += prefix
+    if {"mean", "std"} <= state.keys() - own.keys():
+        raise ValueError(
+            f"{path} is of a network in a marglik.models.Standardised, which marglik train puts "
+            "around the network of a table. Pass it as --model, with the network as its model, and "
+            "with mean and std as in the model of the run's posterior.json; or evaluate the run's "
+            "own posterior (marglik evaluate)."
+        )
     check_state(model, state, str(path), casts=True)
     notes = [f"the prefix {prefixes!r} was removed from all names"] if prefixes else []
     cast = [name for name, tensor in state.items() if tensor.dtype != own[name].dtype]

@@ -396,7 +396,8 @@ class DecayPolicy:
             warnings.warn(
                 f"The training ended before the noise settled: σ is {sigma:.3g}, and the "
                 f"residuals say {residual:.3g} (of the targets as they were trained on). "
-                f"Intervals are as wrong. Train longer, or start with sigma_noise={residual:.2g}.",
+                f"Intervals are as wrong. Train longer, or, in Python, start with "
+                f"sigma_noise={residual:.2g}.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -411,8 +412,9 @@ class DecayPolicy:
                 f"Half of the fall of the training loss up to epoch {passed[-1]} came in the "
                 "second half of these epochs: the network does not fit yet, and weight decays "
                 "learned now can keep it from fitting. Compare with a training without them "
-                "(updates=0), and train longer, with smaller batches or a higher learning rate, or "
-                "let no decay rise until the network fits (late_fit='hold').",
+                "(updates=0; as a command --prior.method fixed), and train longer, with smaller "
+                "batches or a higher learning rate, or, from Python alone, let no decay rise until "
+                "the network fits (late_fit='hold').",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -423,7 +425,7 @@ class DecayPolicy:
             [f"{name} (a factor of {move:.1f})" for name, move in state.measures.moves.items()],
             "The training ended before its weight decays settled: the last update during steps at "
             "a high learning rate still changed {}. Train longer, or keep the rate high for longer "
-            "(marglik.settling_rate).",
+            "(in Python marglik.settling_rate).",
         )
         self._warn_of_noise(state)
         # After a few updates alone the network does not fit yet, and its evidence says little.

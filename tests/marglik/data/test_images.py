@@ -151,6 +151,26 @@ def test_data_that_cannot_be_downloaded(tmp_path, monkeypatch, dataset):
 
 SMALL = encoded(np.zeros((3, 4, 3), dtype=np.uint8))
 DEEP = encoded(np.zeros((6, 5), dtype=np.uint16), "png")
+
+
+def test_files_that_begin_with_a_dot_are_left_out(tmp_path):
+    plain = ImageFolder(write_folder(tmp_path / "pets", FILES)).load()
+    hidden = FILES | {"train/cat/.hidden.png": b"no image", "test/cat/.DS_Store": b"x"}
+    for one, other in zip(
+        splits_of(ImageFolder(write_folder(tmp_path / "dots", hidden)).load()),
+        splits_of(plain), strict=True,
+    ):  # fmt: skip
+        assert torch.equal(one[0], other[0])
+
+
+def test_indices_are_those_of_all_images(tmp_path):
+    folder = write_folder(tmp_path / "pets", FILES)
+    every = ImageFolder(folder).load().train[0]
+    some = ImageFolder(folder, max_train=len(every) - 6, validation=0.4).load()
+    assert len(some.train[0]) < len(every) - 6
+    assert torch.equal(every[some.indices_in_source], some.train[0])
+
+
 BAD = {
     "no test": (without(FILES, "test/"), "test' is not a folder.*train/CLASS/IMAGE"),
     "an empty class": (FILES | {"train/cow/notes.txt": b""}, "cow"),
@@ -199,6 +219,7 @@ def test_images_of_classes_keep_their_order_and_get_new_numbers(classes):
         ]
         assert torch.equal(kept[0], torch.stack([image for image, _ in expected]))
         assert kept[1].tolist() == [label for _, label in expected]
+    assert torch.equal(digits.load_undivided().train[0][some.indices_in_source], some.train[0])
     for wrong in ([], ["1", "1"], "12"):
         with pytest.raises(ValueError, match="pass a list of names"):
             ClassSubset(digits, wrong)

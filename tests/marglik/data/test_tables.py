@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from marglik import laplace_predictive, load_posterior
 from marglik.cli import main
 from marglik.data import TableFile
 from marglik.data.record import as_trained, data_record, data_to_evaluate, num_seen
+from marglik.data.splits import hold_out
 from marglik.models import MLP, Standardised
 from tests.marglik.runs.command_line import refusal
 
@@ -186,6 +188,36 @@ def test_missing_values_have_an_indicator_and_the_training_median(tmp_path):
     record = json.loads(json.dumps(data_record(splits)))
     again = data_to_evaluate(TableFile(tmp_path / "houses.csv", validation=0.25), record)
     assert torch.equal(again.test[0], splits.test[0]) and num_seen(again, record) == 0
+    # The command, which also asks for the sizes of the data, warns once.
+    data = ["--data", "TableFile", "--data.path", str(tmp_path / "houses.csv"), "--model", "MLP"]
+    short = ["--epochs", "1", "--likelihood", "regression", "--no_baseline", "--no_progress"]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert main(["train", *data, *short, "--output", str(tmp_path / "run")]) == 0
+    assert sum("lack column" in str(warning.message) for warning in found) == 1
+
+
+def test_copies_of_training_rows_are_counted_once(tmp_path, recwarn):
+    rows = pandas.concat([frame(), frame()[:20]])
+    rows.to_csv(tmp_path / "houses.csv", index=False)
+    splits = TableFile(tmp_path / "houses.csv").load()
+    of_train = {tuple(row) for row in torch.cat(splits.train, 1).tolist()}
+    copies = sum(tuple(row) in of_train for row in torch.cat(splits.test, 1).tolist())
+    (warning,) = recwarn
+    said = f"{copies} of the 16 rows of the test part equal a row"
+    assert copies > 2 and said in str(warning.message)
+    record = json.loads(json.dumps(data_record(splits)))
+    data_to_evaluate(TableFile(tmp_path / "houses.csv"), record)
+    frame().to_csv(tmp_path / "once.csv", index=False)
+    TableFile(tmp_path / "once.csv").load()
+    assert len(recwarn) == 1
+
+
+def test_indices_are_rows_of_the_file(tmp_path):
+    frame().to_csv(tmp_path / "houses.csv", index=False)
+    splits = hold_out(TableFile(tmp_path / "houses.csv", validation=0.25).load(), 0.5, seed=1)
+    sizes = frame()["size"].to_numpy("float32")[splits.indices_in_source]
+    assert splits.train[0][:, 0].tolist() == sizes.tolist() and len(sizes) == 18
 
 
 WRONG = {
@@ -215,6 +247,14 @@ WRONG = {
         {"price": [5e-324 * (i % 2) for i in range(N)]},
         "target has values .*cannot standardise",
     ),
+    "decimal commas": (
+        {"size": [f"{i},5" for i in range(N - 1)] + ["unknown"]},
+        "'size' has numbers with a comma, such as '0,5'.*decimal points",
+    ),
+    "decimal commas of the target": (
+        {"price": [f"{i % 5},5" for i in range(N)]},
+        "'price' has numbers with a comma",
+    ),
     "texts": ({"town": [f"{i} Long Street" for i in range(N)]}, "'town' has 60 different texts"),
 }
 
@@ -236,6 +276,13 @@ def test_wrong_tables_are_named(case, tmp_path, monkeypatch):
     }
     frame().assign(**fine).to_csv(tmp_path / "fine.csv", index=False)
     assert TableFile(tmp_path / "fine.csv", classes=False).load().train[1].std() > 0.9
+    # Texts with commas are texts.
+    frame().assign(town=[f"{i % 3}, 5th" for i in range(N)]).to_csv(tmp_path / "fine.csv")
+    assert TableFile(tmp_path / "fine.csv").load().train[0].shape == (48, 6)
+    for separator, printed in (("\t", r"'\\t'"), (";", "';'")):
+        frame().to_csv("other.csv", index=False, sep=separator, decimal=",")
+        with pytest.raises(ValueError, match=f"separated by {printed} instead"):
+            TableFile("other.csv").load()
     Path("bad.csv").write_text('a,b\n1,"2')
     with pytest.raises(ValueError, match="cannot be read as CSV .*EOF"):
         TableFile("bad.csv").load()

@@ -236,8 +236,9 @@ def test_what_does_not_fit(case):
 
 def test_held_out_examples_keep_the_shares_of_classes():
     whole = Digits().load()
-    parts, kept = hold_out(whole, 0.1, seed=3)
-    assert torch.equal(parts.train[0], whole.train[0][kept])
+    parts = hold_out(whole, 0.1, seed=3)
+    everything = Digits().load_undivided().train[0]  # of which a part was for testing, too
+    assert torch.equal(parts.train[0], everything[parts.indices_in_source])
     assert parts.validation is not None
     assert (len(parts.train[1]), len(parts.validation[1])) == (1294, 144)
     assert (parts.mean, parts.std, parts.test) == (whole.mean, whole.std, whole.test)
@@ -245,7 +246,7 @@ def test_held_out_examples_keep_the_shares_of_classes():
     assert (counts - whole.train[1].bincount() / 10).abs().max() < 1
     together = torch.cat([parts.train[0], parts.validation[0]]).flatten(1)
     assert torch.equal(together.unique(dim=0), whole.train[0].flatten(1).unique(dim=0))
-    other, _ = hold_out(whole, 0.1, seed=4)
+    other = hold_out(whole, 0.1, seed=4)
     assert other.validation is not None
     assert not torch.equal(other.validation[0], parts.validation[0])
 
@@ -255,13 +256,13 @@ def test_held_out_tensors_and_graphs():
     for classes in (None, ("no", "yes")):
         y = (x[:, 0] >= 30).long() if classes else x.clone()
         whole = Splits((x, y), None, (x, y), "numbers", classes)
-        parts, kept = hold_out(whole, 0.2, seed=0)
+        parts = hold_out(whole, 0.2, seed=0)
         (x_train, y_train), (x_held, y_held) = parts.train, parts.validation
         assert len(x_held) == 8 and sorted([*x_train[:, 0], *x_held[:, 0]]) == x[:, 0].tolist()
-        assert torch.equal(x_train, x[kept])
+        assert torch.equal(x_train, x[parts.indices_in_source])
         assert torch.equal(y_held, y[x_held[:, 0].long()]) and len(y_train) == 32
         assert not classes or y_held.sum() == 2  # a quarter, as of all
-    parts, _ = hold_out(of_graphs(number=20), 0.2, seed=0)
+    parts = hold_out(of_graphs(number=20), 0.2, seed=0)
     assert parts.validation is not None
     assert len(parts.validation[0]) == 4 and len(parts.train[0].nodes) == 32
     few = Splits((x[:4], x[:4]), None, (x, x), "numbers")

@@ -24,6 +24,11 @@ CASES = {  # differences of NLL and accuracy, and what is said
     "loss": ((0.03, 0.01, 0.05), (-0.01, -0.02, -0.005), " worsened the NLL and accuracy against"),
     "both": ((-0.03, -0.05, -0.01), (-0.01, -0.02, -0.005), "NLL and worsened the accuracy ag"),
     "nothing": ((-0.03, -0.07, 0.01), (0.0, 0.0, 0.0), " gained nothing that the test data can "),
+    "the same": (
+        (-0.03, -0.07, 0.01),
+        (0.0, 0.0, 0.0),
+        "+0.010); accuracy 95.0 % for both, and the same for each example.",
+    ),
 }
 
 

@@ -141,6 +141,23 @@ def test_draws_every_chart_and_table(one):
     assert len({one.style(f".confusion {cell}", "backgroundColor") for cell in cells}) == 3
 
 
+def test_the_summary_of_a_run_with_rivals_fits_a_desktop(browser, copied, change, tmp_path):
+    """The seven columns of a table's run, at 1200 pixels, without being moved aside."""
+    folder = copied("rivals")
+
+    def add(results):
+        scores = results["networks"]["plain"]["predictives"]["MAP"]
+        trees = {"predictives": {"gradient-boosted trees": scores}, "differences": None}
+        results["networks"]["scikit-learn"] = trees
+
+    change(folder / "results.json", add)
+    page = write_report([folder], tmp_path / "page.html")
+    with visiting(browser, page, viewport={"width": 1200, "height": 900}) as visit:
+        region = visit.wait().page.get_by_role("region", name="Metrics of every predictive")
+        assert region.locator("thead th").count() == 8
+        assert region.evaluate("table => table.scrollWidth <= table.clientWidth")
+
+
 def test_the_text_is_there_before_the_charts_and_without_them(browser, pages, one):
     painted, drawn = one.page.evaluate(
         """() => [performance.getEntriesByName("first-contentful-paint")[0].startTime,

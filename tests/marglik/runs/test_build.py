@@ -32,6 +32,10 @@ def test_objects_that_cannot_be_made(spec):
     with pytest.raises(ValueError, match="could not be built from its saved arguments") as error:
         build_from_spec(nn.Module, spec)
     assert isinstance(spec, str) or spec["class_path"] in str(error.value)
+    # What the user has typed was not saved; and a sentence ends with one full stop.
+    typed = {"class_path": "marglik.data.Digits", "init_args": {"test_fraction": 1}}
+    with pytest.raises(ValueError, match=r"built from its arguments: .* both excluded\.$"):
+        build_from_spec(DataSource, typed, named=None)
 
 
 EVIL = """

@@ -6,16 +6,17 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from marglik.cli import main
 from marglik.data import DataSource
 from marglik.data.batches import split_batches
-from marglik.models import MLP
+from marglik.models import MLP, Standardised
 from marglik.post_hoc import maximize_evidence
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.posterior_file import load_posterior
 from marglik.specification import build_from_spec
-from marglik.storage.model_state import load_pretrained
+from marglik.storage.model_state import load_pretrained, tensors_of
 from marglik.storage.run_folder import read_posterior
 from tests.marglik.runs.command_line import DATA, MODEL, QUIET, metrics, refusal
 
@@ -49,6 +50,13 @@ def test_fit_is_what_python_does(fit, layers, trained, tmp_path):
     again = load_posterior(folder, MLP(64, (6,), 3))
     assert set(again.fitted_factors().blocks) == set(delta)
     assert (folder / "report.html").stat().st_size > 100_000
+
+
+def test_a_checkpoint_of_standardised_columns_is_named(fit, tmp_path, capsys):
+    path = tmp_path / "table.safetensors"
+    save_file(tensors_of(Standardised(MLP(64, (6,), 3), [0.0] * 64, [1.0] * 64)), path)
+    message = refusal(capsys, *fit, "--checkpoint", str(path), "--output", str(tmp_path / "out"))
+    assert "is of a network in a marglik.models.Standardised" in message
 
 
 def test_what_someone_else_keeps_is_not_overwritten(fit, tmp_path, capsys):

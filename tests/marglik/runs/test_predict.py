@@ -67,6 +67,19 @@ def test_numbers_are_in_the_targets_units(tmp_path, capsys):
     new.assign(town="C").to_csv(tmp_path / "new.csv", index=False)
     assert "'town' has 'C' (in 5 row(s))" in refusal(capsys, *arguments, "--overwrite")
     pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / "out.csv"), found)
+    itself = (*arguments[:4], str(tmp_path / "." / "new.csv"), "--overwrite")
+    assert "the file of the rows, which the predictions would replace" in refusal(capsys, *itself)
+
+
+@pytest.mark.parametrize("target", ["price", "town"])
+def test_values_that_overflow_are_named(target, tmp_path, capsys):
+    run = trained(tmp_path, target, "regression" if target == "price" else "classification")
+    rows = houses()[:5]
+    rows.loc[3, "size"] = 1e30
+    rows.to_csv(tmp_path / "new.csv", index=False)
+    arguments = ("predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"))
+    assert "The value of column 'size' in row 3, from 0," in refusal(capsys, *arguments)
+    assert not (tmp_path / "out.csv").exists()
 
 
 def test_classes_have_probabilities(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from marglik.cli import main
 from tests.marglik.runs.command_line import DATA, MODEL, TRAIN, content, refusal
 
 IMAGES = ["--data", "marglik.data.ImageFolder", "--data.path", "images"]
@@ -28,6 +29,24 @@ def test_train(case, tmp_path, capsys):
     before = content(tmp_path)
     assert message in refusal(capsys, *TRAIN, *DATA, *MODEL, "--output", "run", *options)
     assert content(tmp_path) == before
+
+
+def test_labels_of_the_test_part_alone(tmp_path, capsys):
+    def saved(y_test):
+        x, y = np.random.default_rng(0).normal(size=(40, 3)).astype("float32"), np.arange(40) % 2
+        np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x[:4], y_test=np.array(y_test))
+
+    path = str(tmp_path / "data.npz")
+    data = ["--data", "TensorFile", "--data.path", path, "--model", "MLP", "--no_baseline"]
+    saved([5, 6, 5, 6])
+    message = refusal(capsys, *TRAIN, *data, "--output", str(tmp_path / "run"))
+    assert "no training example has the label(s) 5, 6" in message
+    saved([0, 1, 2, 1])
+    with pytest.warns(UserWarning, match=r"has the label\(s\) 2, which"):
+        assert main([*TRAIN, *data, "--output", str(tmp_path / "run")]) == 0
+    saved([0, 1, 0, 1])
+    with pytest.warns(UserWarning, match="held_out=0.9 leaves 4 of 40 examples"):
+        assert main([*TRAIN, *data, "--held_out", "0.9", "--output", str(tmp_path / "few")]) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -174,6 +174,8 @@ def test_a_finished_run_is_returned_and_another_overwrites_it(run, monkeypatch, 
         k: v for k, v in before.items() if k != "report.html"
     }
     assert "pass --overwrite, or another" in refusal(capsys, *arguments(run))
+    preset = ("train", "--config", "digits", "--output", str(run))  # nor does a preset ask for it
+    assert "pass --overwrite, or another" in refusal(capsys, *preset)
     short = ["--overwrite", "--no_baseline", "--epochs", "1", "--seed", "1"]
     assert main(arguments(run, *short)) == 0
     found = results_of(run)

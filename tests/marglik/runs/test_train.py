@@ -13,10 +13,12 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from kfac_backend.likelihoods import RegressionPerOutput, StudentT
 from marglik.augmentation import Affine, LearnedAugmentation
 from marglik.augmentation.ranges import ranges_of
 from marglik.cli import main
-from marglik.data import Digits
+from marglik.data import Digits, Splits
+from marglik.data.batches import split_batches
 from marglik.models import MLP
 from marglik.posterior.posterior_file import load_posterior
 from marglik.prediction.ensemble import Ensemble
@@ -80,6 +82,25 @@ def test_the_saved_posterior_is_that_of_the_results(trained):
     fit = CalibrationFit.of(laplace.calibrations["Laplace, probit"])
     assert asdict(results.calibration) == {"predictive": "Laplace, probit"} | asdict(fit)
     assert record["model"]["class_path"] == "marglik.models.MLP"
+
+
+def test_the_plain_networks_likelihood_is_fitted_too():
+    """By brute force: the scale of least NLL; and each output's own σ."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 2)
+    noise = torch.randn(400, 2) * torch.tensor([0.1, 0.3])
+    model = torch.nn.Linear(2, 2)
+    part = x, (model(x) + noise).detach()
+    batches = split_batches(Splits(part, None, part, "numbers"), "train", 150)
+    fitted, sigma = trainings.fitted_to_residuals(StudentT(df=4), model, batches)
+    scales = torch.linspace(0.05, 0.5, 451)
+    losses = [StudentT(df=4, scale=s.item()).loss(*(model(x), part[1])) for s in scales]
+    least = scales[torch.stack(losses).argmin()].item()
+    assert (sigma, fitted.options["df"]) == (1.0, 4)
+    assert fitted.options["scale"] == pytest.approx(least, abs=1e-3)
+    fitted, sigma = trainings.fitted_to_residuals(RegressionPerOutput(), model, batches)
+    found = sigma * fitted.parameters["noise"].float()
+    torch.testing.assert_close(found, noise.square().mean(0).sqrt(), rtol=1e-3, atol=0)
 
 
 def without_numbers(printed):
@@ -224,21 +245,23 @@ class WrongDigits(Digits):
         splits = super().load()
         labels = splits.train[1]
         labels[::20] = (labels[::20] + 1) % 10
+        self.wrong = splits.indices_in_source[::20].tolist()  # of all digits
         return splits
 
 
 def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
     run = RunConfig(epochs=6, batch_size=32, output=str(tmp_path), progress=False)
     prior = PriorConfig(updates=3)
-    results = train(MLP(64, (16,), 10), WrongDigits(test_fraction=0.6), prior=prior, run=run)
+    data = WrongDigits(test_fraction=0.6)
+    results = train(MLP(64, (16,), 10), data, prior=prior, run=run)
     assert results.scores["learned, MAP"].metrics.nll > 0
     assert read_posterior(tmp_path)["model"] is None  # nobody said how it was made
     found = results.suspicious_labels
     assert found.judged == results.num_data and 20 <= found.number <= 50
-    # Positions in the data, of which a part was held out.
-    assert sum(example.index % 20 == 0 for example in found.examples) >= 8
-    digits = Digits(test_fraction=0.6).load().train[1]
-    first = next(e for e in found.examples if e.index % 20 == 0)
+    # Positions among all digits, of which a part was for testing, and one was held out.
+    assert sum(example.index in data.wrong for example in found.examples) >= 8
+    digits = data.load_undivided().train[1]
+    first = next(e for e in found.examples if e.index in data.wrong)
     assert first.label == str(int(digits[first.index] + 1) % 10)
     assert max(len(example.image) for example in found.examples) < 4000
 

@@ -70,7 +70,7 @@ def test_all_entries_learn_the_same_decays_by_default(tmp_path, monkeypatch):
     x, y = dataset().tensors
     command = network()
     setup = Setup(
-        splits=Splits((x, y), None, (x, y), "made"), train_indices=torch.arange(len(y)),
+        splits=Splits((x, y), None, (x, y), "made"),
         model=command, optimizer=OptimizerConfig(lr=0.05),
         run=RunConfig(epochs=epochs, batch_size=8, progress=False),
         fabric=Fabric(accelerator="cpu", devices=1),

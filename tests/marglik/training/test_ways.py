@@ -139,7 +139,7 @@ def with_the_command(text, folder):
     x, y = data(text)
     model = network(text)
     setup = Setup(
-        splits=Splits((x, y), None, (x, y), "made"), train_indices=torch.arange(len(y)),
+        splits=Splits((x, y), None, (x, y), "made"),
         model=model, optimizer=OptimizerConfig("adamw", lr=LR), prior=PriorConfig(**OPTIONS),
         run=RunConfig(epochs=EPOCHS, batch_size=8, progress=False),
         fabric=Fabric(accelerator="cpu", devices=1), likelihood=likelihood_of(text),
