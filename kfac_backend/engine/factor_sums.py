@@ -228,7 +228,7 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     If all B_k are diagonals, each row's trace is kept instead: B = Σ_k tr(A_k) B_k, and the nearest
     A for that. The nearest product of all would give rows other traces.
 
-    A has trace one and B the scale of the product, a sum: which of the B_k and A_k are sums differs
+    B has trace one and A the scale of the product, a sum: which of the B_k and A_k are sums differs
     between the uses, and moving averages of factors need a split that does not depend on the number
     of terms.
 
@@ -243,7 +243,7 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     if not blocks:
         return unused
     if len(blocks) == 1:
-        return _with_trace_in_B(blocks[0].name, blocks[0].B, blocks[0].A)
+        return _with_trace_in_A(blocks[0].name, blocks[0].B, blocks[0].A)
     # Diagonals of one size stay diagonals: a vocabulary's dense matrix would not fit into memory.
     diagonal = all(b.B.dim() == 3 and b.B.shape[-1] == 1 for b in blocks)
     Bs = [b.B if diagonal else _dense(b.B) for b in blocks]
@@ -253,7 +253,7 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
     nonzero = [i for i, (B, A) in enumerate(zip(Bs, As, strict=True)) if B.any() and A.any()]
     if len(nonzero) < 2:
         i = nonzero[0] if nonzero else 0
-        return _with_trace_in_B(blocks[0].name, Bs[i], As[i])
+        return _with_trace_in_A(blocks[0].name, Bs[i], As[i])
     Bs, As = [Bs[i] for i in nonzero], [As[i] for i in nonzero]
     of_B = _inner_products(Bs)  # (K, K) in float64
     if diagonal:
@@ -265,15 +265,15 @@ def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
         c = _leading_coefficients(of_B, _inner_products(As))
     # B = Σ c_k B_k, and the best A for this B: Σ_k ⟨B, B_k⟩ A_k / ⟨B, B⟩.
     A = _combination(of_B @ c / (c @ of_B @ c), As)
-    return _with_trace_in_B(blocks[0].name, _combination(c, Bs), A)
+    return _with_trace_in_A(blocks[0].name, _combination(c, Bs), A)
 
 
-def _with_trace_in_B(name: str, B: Tensor, A: Tensor | None) -> KroneckerBlock:
-    """The block tr(A) B ⊗ A / tr(A), without a number of terms."""
+def _with_trace_in_A(name: str, B: Tensor, A: Tensor | None) -> KroneckerBlock:
+    """The block B / tr(B) ⊗ tr(B) A, without a number of terms."""
     if A is None:
         return KroneckerBlock(name, B)
-    trace = A.diagonal(dim1=-2, dim2=-1).sum()
-    return KroneckerBlock(name, B * trace, A / torch.where(trace > 0, trace, 1.0))
+    trace = B.diagonal(dim1=-2, dim2=-1).sum()
+    return KroneckerBlock(name, B / torch.where(trace > 0, trace, 1.0), A * trace)
 
 
 def _leading_coefficients(of_B: Tensor, of_A: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ class TrainingPass:
             of_gradients = (number / self.driver.ranks.size) ** 2
         # Each factor is averaged on its own, so each must be that of the mean loss, and not only
         # their product: A has the gradients of a weight that is stored inputs first. Of a weight
-        # that is used in both orientations B has the scale of the product.
+        # that is used in both orientations A has the scale of the product.
         inputs_first = {
             name
             for tracked in self.driver.proof.assignment.all
@@ -204,11 +204,14 @@ class TrainingPass:
         # rows would be in vain beside the matrix.
         means = {}
         for name, block in blocks.items():
-            in_A = name in inputs_first and block.A is not None and block.num_terms is not None
-            means[name] = block.replace(
-                B=block.B * ((1.0 if in_A else of_gradients) / number),
-                A=block.A * of_gradients if in_A and block.A is not None else block.A,
-            )
+            B, A = block.B, block.A
+            if A is not None and block.num_terms is None:
+                A = A * (of_gradients / number)
+            elif A is not None and name in inputs_first:
+                B, A = B / number, A * of_gradients
+            else:
+                B = B * (of_gradients / number)
+            means[name] = block.replace(B=B, A=A)
         return means
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
