@@ -303,11 +303,11 @@ class ClassSubset(DataSource):
             raise ValueError(f"{splits.name} has no class {unknown}, but {list(names)}.")
         indices = torch.tensor([names.index(name) for name in self.classes])
 
-        def which(part: Pair) -> Tensor:  # (N, classes): the class of each image, if it is here
+        def classes_of(part: Pair) -> Tensor:  # (N, classes): the class of each image, if it is here
             return part[1][:, None] == indices
 
         def some(part: Pair) -> Pair:
-            is_class = which(part)
+            is_class = classes_of(part)
             chosen = is_class.any(1)
             return take(part, chosen)[0], is_class[chosen].int().argmax(1)
 
@@ -318,7 +318,7 @@ class ClassSubset(DataSource):
             test=some(splits.test),
             classes=self.classes,
             name=f"{splits.name} ({', '.join(self.classes)})",
-            train_indices=splits.indices_in_source[which(splits.train).any(1)],
+            train_indices=splits.indices_in_source[classes_of(splits.train).any(1)],
         )
 
 
