@@ -303,7 +303,9 @@ class ClassSubset(DataSource):
             raise ValueError(f"{splits.name} has no class {unknown}, but {list(names)}.")
         indices = torch.tensor([names.index(name) for name in self.classes])
 
-        def classes_of(part: Pair) -> Tensor:  # (N, classes): the class of each image, if it is here
+        def classes_of(
+            part: Pair,
+        ) -> Tensor:  # (N, classes): the class of each image, if it is here
             return part[1][:, None] == indices
 
         def some(part: Pair) -> Pair:

@@ -136,14 +136,14 @@ def check_test_labels(splits: Splits, likelihood: Likelihood) -> None:
         return
     numbers = [int(label) for label in unknown]
     names = [str(k) if splits.classes is None else splits.classes[k] for k in numbers]
-    said = (
+    message = (
         f"{splits.name}: no training example has the label(s) {', '.join(names[:10])}"
         f"{', ...' if len(names) > 10 else ''}, which test examples have. A network cannot learn "
         "them; are the labels of both parts numbered alike?"
     )
     if len(unknown) == len(labels):
-        raise ValueError(f"{said} The test part has no other labels.")
-    warnings.warn(said, stacklevel=3)
+        raise ValueError(f"{message} The test part has no other labels.")
+    warnings.warn(message, stacklevel=3)
 
 
 def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[str]:
