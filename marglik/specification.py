@@ -87,8 +87,8 @@ def build_from_spec(
             raise TypeError("another kind of object is needed")
     except Exception as error:  # a class raises whatever its arguments lead to
         whose = "its" if named is None else "its saved"  # as the user gave them, or a file has them
-        said = str(error).rstrip(".")
-        raise ValueError(f"{path} could not be built from {whose} arguments: {said}.") from error
+        reason = str(error).rstrip(".")
+        raise ValueError(f"{path} could not be built from {whose} arguments: {reason}.") from error
     return instance
 
 

@@ -200,8 +200,8 @@ def compare_with_plain(
     try:
         model, outcome = train_network(setup, plain)
     except FloatingPointError as error:
-        said = f"No verdict on what was gained, since the plain network diverged: {error}"
-        return replace(results, verdict=said)
+        verdict = f"No verdict on what was gained, since the plain network diverged: {error}"
+        return replace(results, verdict=verdict)
     trained = time.perf_counter()
     learner: Any = outcome.learner
     likelihood, sigma = learner.options.likelihood, 1.0
@@ -222,11 +222,11 @@ def compare_with_plain(
     # Both calibrated, where there is something to calibrate with.
     first, name = next(iter(results.networks.values())), [*predictives][-1]
     metrics = first.predictives[name].metrics, evaluation.predictives[name].metrics
-    said = in_one_sentence(changes.get(name, Metrics()), *metrics, gains) + instability(losses)
+    verdict = in_one_sentence(changes.get(name, Metrics()), *metrics, gains) + instability(losses)
     return replace(
         results,
         networks=results.networks | {plain.name: Network(evaluation.scores, changes)},
-        verdict=said,
+        verdict=verdict,
         seconds=results.seconds + outcome.seconds + time.perf_counter() - trained,
     )
 

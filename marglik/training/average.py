@@ -149,7 +149,7 @@ def renew_batch_norm(
     average. As `torch.optim.swa_utils.update_bn`, for any kind of batch and for several ranks, some
     of whose batches may be empty.
     """
-    kept = [norm for name, norm in batch_norms(model).items() if name in frozen]
+    unchanged = [norm for name, norm in batch_norms(model).items() if name in frozen]
     norms = [norm for name, norm in batch_norms(model).items() if name not in frozen]
     if not norms:
         return
@@ -166,7 +166,7 @@ def renew_batch_norm(
                 num_batches += len(y) > 0
                 if len(y) or is_sharded(model):  # the other ranks' batches need this one's part
                     model.train(len(y) > 0)  # otherwise statistics stay as they are
-                    for norm in kept:
+                    for norm in unchanged:
                         norm.eval()
                     # Not every model can run without examples.
                     latest = x = x if len(y) or latest is None else latest
