@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
 from marglik.data import Batches
+from marglik.data.splits import check_fraction
+from marglik.eval_mode import eval_mode
 from marglik.models import MLP
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Prediction
@@ -86,6 +88,7 @@ class Estimator(BaseEstimator):
 
     def _fit(self, X: np.ndarray, targets: np.ndarray, num_outputs: int) -> Self:
         """Train on X and targets as the likelihood wants them: classes (N,) or numbers (N, 1)."""
+        check_fraction("held_out", self.held_out)
         seed = int(check_random_state(self.random_state).randint(2**31))
         # Constant columns become 0.
         self.scaler_: Any = StandardScaler().fit(X.reshape(len(X), -1))
@@ -94,6 +97,13 @@ class Estimator(BaseEstimator):
             self.model_ = self._new_model(X[0].size, num_outputs)
         x = self._inputs(X)
         y = torch.tensor(targets, device=x.device, dtype=torch.int64 if is_classes else x.dtype)
+        with _seeded(seed), torch.no_grad(), eval_mode(self.model_):
+            C = self.model_(x[:1]).shape[-1]
+        if is_classes and likelihood_of(self.likelihood).name != "ordinal" and C != num_outputs:
+            raise ValueError(
+                f"The network has {C} outputs, and there are {num_outputs} classes; a function of "
+                "both numbers (columns, outputs) makes one that fits."
+            )
 
         # Step 1: hold examples out, of each class its share.
         train: Any = np.arange(len(y))
@@ -149,7 +159,7 @@ class Estimator(BaseEstimator):
         checked: Any = validate_data(self, X, reset=False, allow_nd=True, dtype="numeric")
         predict: Predictive = laplace_predictive(self.posterior_)
         if likelihood_of(self.likelihood).has_labels and not self.posterior_.calibrations:
-            predict = map_predictive(self.model_)
+            predict = map_predictive(self.model_, self.posterior_.likelihood)
         parts = self._inputs(checked).split(PREDICTED_AT_ONCE)
         return Prediction.cat([predict(part).to("cpu") for part in parts])
 
@@ -243,6 +253,8 @@ class MarglikRegressor(RegressorMixin, Estimator):
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """Ends (N,) of central intervals that contain a new target with probability ``level``."""
+        if not 0 < level < 1:
+            raise ValueError(f"level lies between 0 and 1; it is {level}.")
         mean, std = self.predict(X, return_std=True)
         half = torch.special.ndtri(torch.tensor((1 + level) / 2)).item() * std
         return mean - half, mean + half

@@ -37,7 +37,8 @@ class LaplaceModel(Model):
 
     Acquisition functions over several points, such as qLogNoisyExpectedImprovement, need the joint
     covariance, and `optimize_acqf` its gradients. Posterior and network are constants: train and
-    fit again after new observations. Source: Kristiadi et al. 2023, "Promises and pitfalls of the
+    fit again after new observations. Calibrations of the posterior are not used: covariances are
+    those of its prior and noise. Source: Kristiadi et al. 2023, "Promises and pitfalls of the
     linearized Laplace in Bayesian optimization" (arXiv:2304.08309).
 
     Args:

@@ -56,12 +56,13 @@ class Ensemble:
         seconds: float = 0.0,
         labels: Labels = "true",
     ) -> None:
+        models = list(models)
         if not models:
             raise ValueError("An ensemble needs at least one network.")
         for model in models:
             check_module(model)
         check_positive("sigma_noise", sigma_noise)
-        self.models = list(models)
+        self.models = models
         self.likelihood = likelihood_of(likelihood)
         self.sigma_noise = float(sigma_noise)
         self.calibration = calibration

@@ -243,10 +243,11 @@ def confidence_threshold(
         from scipy.stats import binom, nbinom
     if not (0 < risk < 1 and 0 < level < 1):
         raise ValueError(f"risk and level lie between 0 and 1; these are {risk} and {level}.")
-    if confidence.dim() != 1 or confidence.shape != right.shape or confidence.isnan().any():
+    is_mask = right.dtype == torch.bool and confidence.shape == right.shape
+    if confidence.dim() != 1 or not is_mask or confidence.isnan().any():
         raise ValueError(
-            f"confidence {tuple(confidence.shape)} and right {tuple(right.shape)} must have one "
-            "number for each answer, (N,), and no NaN."
+            f"confidence {tuple(confidence.shape)} needs one number for each answer, (N,), and no "
+            f"NaN, and right {tuple(right.shape)}, {right.dtype}, one truth value (right.bool())."
         )
     ordered, order = confidence.sort(descending=True)
     wrong, N = (~right[order]).cumsum(0), len(order)

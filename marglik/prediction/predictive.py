@@ -265,7 +265,8 @@ def laplace_predictive(
     Args:
         laplace: the fitted posterior.
         config: how it predicts.
-        generator: generator of the samples, on the model's device.
+        generator: generator of the samples, on the model's device; None draws the same at each
+            call, which are those that `calibrate` draws by default.
         calibration: s and τ. None takes those that `calibrate` found for this predictive of the
             posterior; if there are none, or ``config.calibration`` is "none", s = τ = 1.
         ranks: the ranks that predict together. They share the computation of eigenvectors, so that
@@ -278,6 +279,7 @@ def laplace_predictive(
     laplace.check_weights()
     config = config.for_posterior(laplace)
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
+    generator = generator or torch.Generator(laplace.mean.device).manual_seed(0)
     if calibration is None and (fit := remembered_calibration(laplace, config)) is not None:
         calibration = fit.calibration
     used = calibration or Calibration()

@@ -118,3 +118,23 @@ def test_few_examples_calibrate_nothing():
     torch.testing.assert_close(torch.tensor(few.predict_proba(X[:60])), at_map)
     with pytest.raises(ValueError, match="y has one class, 'low'"):
         MarglikClassifier().fit(X[:3], ["low"] * 3)
+
+
+def test_what_does_not_fit_is_named():
+    x, y = np.random.default_rng(0).normal(size=(60, 3)), np.arange(60) % 3
+    with pytest.raises(ValueError, match=r"has 5 outputs, and there are 3 classes"):
+        MarglikClassifier(lambda columns, outputs: nn.Linear(columns, 5), epochs=1).fit(x, y)
+    with pytest.raises(ValueError, match="held_out=-0.5: must be a fraction"):
+        MarglikClassifier(held_out=-0.5).fit(x, y)
+    one = MarglikClassifier(
+        lambda columns, _: nn.Linear(columns, 1),
+        likelihood="ordinal(cuts=[-1,1])",
+        held_out=0,
+        epochs=1,
+    )
+    probabilities = one.fit(x, y).predict_proba(x)
+    assert probabilities.shape == (60, 3) and probabilities.std() > 0.01
+    numbers = MarglikRegressor(epochs=1).fit(x, x[:, 0])
+    for level in (90, -0.5):
+        with pytest.raises(ValueError, match="level lies between 0 and 1"):
+            numbers.predict_interval(x, level)

@@ -291,9 +291,10 @@ def test_confidence_threshold_by_hand():
         {"risk": 5.0},
         {"level": 1.0},
         {"right": right[1:]},
+        {"right": right.long()},
         {"confidence": c * math.nan},
     ):
-        with pytest.raises(ValueError, match=r"between 0 and 1|no NaN"):
+        with pytest.raises(ValueError, match=r"between 0 and 1|one truth value"):
             confidence_threshold(**{"confidence": c, "right": right} | wrong)
     # Answers that are as sure are answered, too, and so are tested: half of these are wrong.
     alike = torch.arange(500) < 100
