@@ -272,8 +272,8 @@ class Proof:
         if counts is not None and unmasked:
             warnings.warn(
                 f"The mask of positions does not fit the inputs of {', '.join(unmasked)}, "
-                "whose positions are others: all of them count, so that factors depend on the "
-                "padding. Say which count (examples_of_rows), or batch examples of one length.",
+                "whose positions are others: all of them count. If some are padding, factors "
+                "depend on it: say which count (examples_of_rows), or batch equal lengths.",
                 stacklevel=2,
             )
 

@@ -237,7 +237,8 @@ class KFAC(Optimizer):
         if self.preconditioner.takes_loss_gradients:
             raise ValueError(
                 "fisher='empirical' takes the gradients of the loss that a GradScaler has scaled. "
-                "Pass fisher='mc', or train in bfloat16 without a scaler."
+                "Pass fisher='mc'; in bfloat16, without a scaler, leave Lightning's clipping out, "
+                "which asks for it, too."
             )
         return False
 

@@ -299,6 +299,11 @@ class TrainingPass:
         if is_new:
             with self.paused():
                 self.trained.prove(self.driver, forward.x, forward.mask)
+        if not (self.driver.sharded or runs.rows <= self.driver.proof.rows):
+            with self.paused(), preserve_state(self._model), full_float32():
+                self._model.eval()
+                x = detached(forward.x, self.driver.device)
+                self.driver.proof.make_for_rows(runs.rows, x, len(f), None)
         forward.x = None
         # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
         # gradient has come, or until `_Forward.forget` breaks it.

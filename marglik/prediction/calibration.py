@@ -339,8 +339,8 @@ def calibrate(
     def at_calibration(x: Any) -> Prediction:
         if config.label not in posterior.calibrations:
             raise ValueError(
-                "The posterior's prior precision, noise or temperature has changed since it was "
-                "calibrated. Calibrate it again."
+                "The posterior was fitted again since it was calibrated, or its prior precision, "
+                "noise or temperature has changed. Calibrate it again."
             )
         return predict(x)
 

@@ -54,13 +54,13 @@ class WeightAverage:
         """Number of steps that are averaged."""
         self.is_written = False
         """Whether the parameters have their averages since the training's end."""
-        self.is_lent = False
+        self.is_temporary = False
         """Whether they have them for now, within `written`."""
 
     @torch.no_grad()
     def add(self) -> None:
         """Include the present values."""
-        if self.is_lent:
+        if self.is_temporary:
             raise RuntimeError(
                 "The optimiser stepped within averaged(), at whose end the parameters go back to "
                 "what they were before. Train outside of it."
@@ -89,11 +89,11 @@ class WeightAverage:
         with_present.load_state_dict(self.state_dict())
         with_present.add()
         with_present.write()
-        self.is_lent = True
+        self.is_temporary = True
         try:
             yield
         finally:
-            self.is_lent = False
+            self.is_temporary = False
             with torch.no_grad():
                 torch._foreach_copy_(local_parts(self._parameters), present)
 
@@ -231,7 +231,7 @@ def averaged(problem: "Problem", state: "LearnerState") -> Iterator[nn.Module]:
     """
     with ExitStack() as stack:
         first = state.averages[0]
-        if state.has_average and not (first.is_written or first.is_lent):
+        if state.has_average and not (first.is_written or first.is_temporary):
             for average in state.averages:
                 stack.enter_context(average.written())
             norms, frozen = batch_norms(problem.model).values(), state.measures.frozen_norms

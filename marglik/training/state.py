@@ -270,7 +270,7 @@ class Problem:
         if changed := sorted(trainable ^ self.named.keys()):
             raise ValueError(
                 f"Parameter '{changed[0]}' was frozen or unfrozen since start, which counts those "
-                "that are trained. Call start again after each change of requires_grad."
+                "that are trained. Change requires_grad before start; another start learns anew."
             )
 
     @property

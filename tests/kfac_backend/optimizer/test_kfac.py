@@ -436,3 +436,29 @@ def test_a_wrong_name_lists_all_options(make):
     listed = str(raised.value).split("choose from ")[1].rstrip(".").split(", ")
     assert named - own <= set(listed)
     assert {"lr", "momentum", "weight_decay"} <= set(listed) or make is KfacPreconditioner
+
+
+def test_rows_that_are_no_longer_equally_many_are_seen_in_training():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x, mask):
+            rows = self.fc(x[mask]).tanh()
+            return self.out(torch.zeros(len(x), 4).index_add(0, mask.nonzero()[:, 0], rows))
+
+    model = Packed()
+    optimizer = KFAC(model, "classification", factor_every=1, kfac_approx="reduce")
+
+    def step(*lengths):
+        mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+        optimizer.zero_grad()
+        f = model(torch.randn(4, 5, 4), mask)
+        nn.functional.cross_entropy(f, torch.tensor([0, 1, 0, 1])).backward()
+        optimizer.step()
+
+    step(3, 3, 3, 3)
+    step(2, 2, 2, 2)
+    with pytest.raises(NotImplementedError, match="examples_of_rows"):
+        step(1, 5, 5, 5)

@@ -244,7 +244,7 @@ def test_a_posterior_remembers_its_calibration_and_forgets_it_with_what_it_was_o
     by_default = calibrate(la, [(x, y)], config)  # and so is what uses it later
     assert torch.equal(laplace_predictive(la, config)(x).mean, by_default(x).mean)
     la.prior_precision = 2.0  # what calibrate returned is of the old one
-    with pytest.raises(ValueError, match="prior precision, noise or temperature has changed"):
+    with pytest.raises(ValueError, match="noise or temperature has changed"):
         found(x)
     with torch.no_grad():  # a fit and a calibration need gradients, whatever the caller needs
         la.fit([(x, y)])
