@@ -478,6 +478,10 @@ class Capture:
 
         ``number`` is that of the layer's run; own parameters, which do not run, have none.
         """
+        # An operation in place on a view gives it another node of the graph, and torch never calls
+        # hooks of the former one. So layers that return a view (InstanceNorm) return a copy here.
+        if number is not None and output._is_view():  # pyright: ignore[reportPrivateUsage]
+            output = output.clone()
         # A first layer's output becomes a source; later ones are reached through the graph.
         keeps_graph = self.sink.in_training or (self.sink.differentiable and output.requires_grad)
         output = self.sources.reach(output, keeps_graph=keeps_graph)

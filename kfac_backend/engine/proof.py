@@ -314,9 +314,11 @@ class Proof:
         self, assignment: RuleAssignment, x: Any, N: int | None, counted: Tensor | None
     ) -> RuleAssignment:
         """Step 6: no layer mixes examples, with everything in place that the steps before found."""
-        numbers = None
+        whole, numbers = x, None
         if N is not None:
             x, numbers = with_first_again(x, N, self.plan.splits)
+            if not self.plan.splits and numbers is not None:  # which has left examples out
+                verify_independence(self._model, assignment, whole, counted=counted)
         own_names = [name for t in assignment.own_parameters for name in t.parameters.values()]
         if own_names:
             messages = dict.fromkeys(own_names, no_copies(own_names))
@@ -688,14 +690,12 @@ def verify_independence(
             and int(numbers.max()) < len(counted)
         ):
             u = u * counted[numbers][..., None]
-        splits = [numbers == 0]
-        if capture.runs.has_row_groups:
-            # That an example's rows follow one another was guessed from their number. The first
-            # example against the rest would not notice rows that are swapped among the rest, as if
-            # they were chosen by their values. So each bit of the examples' indices splits them
-            # into two halves, and any two examples lie in different halves for at least one bit.
-            order = torch.arange(len(f), device=f.device)
-            splits += [(order >> bit & 1).bool() for bit in range((len(f) - 1).bit_length())]
+        # The first example against the rest would not notice examples that mix among the rest. So
+        # each bit of the examples' indices splits them into two halves, too, and any two examples
+        # lie in different halves for at least one bit.
+        order = torch.arange(len(f), device=f.device)
+        bits = range((len(f) - 1).bit_length())
+        splits = [numbers == 0, *((order >> bit & 1).bool() for bit in bits)]
         for first in splits:
             of_first = first.view(-1, *[1] * (f.dim() - 1))
             capture.backward(f, [u * of_first, u * ~of_first])

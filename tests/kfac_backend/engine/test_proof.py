@@ -138,6 +138,26 @@ def turned(fc, x):
     return fc(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (-1, len(x))).transpose(0, 1)
 
 
+class LayerNorm2d(nn.LayerNorm):
+    """As torchvision's: the output is a view."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def normed(activation):
+    """A norm whose output is a view, and an activation behind it."""
+    return lambda m, x: m.head(activation(m.norm(m.conv(x))).mean((2, 3)))
+
+
+def in_place(x):
+    return F.leaky_relu_(x, 0.1)
+
+
+def out_of_place(x):
+    return F.leaky_relu(x, 0.1)
+
+
 class LayerNormInFloat32(nn.LayerNorm):
     def forward(self, input):
         parameters = self.weight.float(), self.bias.float()
@@ -281,6 +301,14 @@ PAIRS = {
         {"positions": OfMask(6, 3), "head": nn.Linear(3, 3)}, (normal(5, 4, 3),),
         {"positions": nn.Embedding(6, 3), "head": nn.Linear(3, 3)},
     ),
+    **{
+        f"{type(norm).__name__}, a view that is changed in place": (
+            normed(in_place), normed(out_of_place),
+            {"conv": nn.Conv2d(3, 4, 2), "norm": norm, "head": nn.Linear(4, 3)},
+            (normal(4, 3, 4, 4),),
+        )
+        for norm in (nn.InstanceNorm2d(4, affine=True), LayerNorm2d(4))
+    },
     "F.embedding": (
         lambda m, x: m.head(F.embedding(x, m.table.weight, 1).tanh().mean(1)),
         lambda m, x: m.head(m.table(x).tanh().mean(1)),
@@ -397,6 +425,19 @@ def differently(m, x):
     return m.fc(x) / (norm.detach() if x[0, 0] > 0 else norm)
 
 
+def centred(h, group):
+    """The mean of a group's examples is subtracted from them."""
+    mean = (h * group[:, None]).sum(0) / group.sum().clamp(min=1)
+    return torch.where(group[:, None], h - mean, h).tanh()
+
+
+def smoothed(h, x):
+    """An example whose nearest one is not far is averaged with it."""
+    distances = torch.cdist(x, x) + torch.eye(len(x)) * 100
+    near = (distances < 2) & (distances > 0)
+    return (h + near.double() @ h).tanh()
+
+
 def shared_in_two_ways():
     model = random_model(lambda m, x: m.out(m.norm(m.fc(x))), fc=nn.Linear(4, 4),
                   norm=nn.LayerNorm(4), out=nn.Linear(4, 2))  # fmt: skip
@@ -409,6 +450,7 @@ def of(function, **children):
 
 
 X, TWO = normal(4, 4), {"fc": nn.Linear(4, 4), "out": nn.Linear(4, 2)}
+NEAR = torch.tensor([[9.0, 9, 9, 9], [0, 0, 0, 0], [0, 0, 1, 0], [-9, 9, 0, 0]]).double()
 REFUSED = {
     "a layer without a rule": (
         of(lambda m, x: m.b(x), b=Quadratic(4)), [X], r"Supported: Linear, Conv",
@@ -435,6 +477,20 @@ REFUSED = {
     "normalised over the batch": (
         of(lambda m, x: m.out(F.batch_norm(m.fc(x), None, None, training=True)), **TWO), [X],
         r"layer 'fc' \(Linear\) the rows of different examples mix",
+    ),
+    # The first example stays apart, and mixing shows among the others alone.
+    **{
+        f"a group without the first example is centred, {whole}": (
+            of(lambda m, x, in_group=in_group: m.out(centred(m.fc(x), in_group(x))), **TWO), [X],
+            r"'fc' .*mix",
+        )
+        for whole, in_group in (
+            ("which single examples show", lambda x: x[:, 0] > -2),
+            ("and none is alone", lambda x: x[:, 0] > x[0, 0]),
+        )
+    },
+    "nearest neighbours are averaged": (
+        of(lambda m, x: m.out(smoothed(m.fc(x), x)), **TWO), [NEAR], r"'fc' .*mix",
     ),
     "examples that mix after a batch of one": (
         of(lambda m, x: m.out(m.fc(x).roll(1, 0)), **TWO), [X[:1], X], r"'fc' .*mix",

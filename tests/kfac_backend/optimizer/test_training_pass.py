@@ -85,6 +85,21 @@ def test_positions_that_a_mask_hides(kfac_approx):
 
 
 @pytest.mark.parametrize("kfac_approx", MODES)
+def test_a_view_that_is_changed_in_place(kfac_approx):
+    """The output of InstanceNorm is one; torch calls no hook on it after that."""
+    blocks = {}
+    for inplace in (True, False):
+        model = nn.Sequential(
+            nn.Conv2d(2, 3, 2), nn.InstanceNorm2d(3, affine=True), nn.LeakyReLU(0.1, inplace),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3),
+        )  # fmt: skip
+        blocks[inplace] = in_training(randomize(model), *data(), kfac_approx=kfac_approx)
+    for name, block in blocks[False].items():
+        assert block.to_dense().any()
+        assert_close(blocks[True][name].to_dense(), block.to_dense())
+
+
+@pytest.mark.parametrize("kfac_approx", MODES)
 def test_monte_carlo_in_the_mean(kfac_approx):
     exact = in_training(network(), *data(), kfac_approx=kfac_approx)
     for samples, is_near in ((300, True), (1, False)):  # a single sample is not enough
