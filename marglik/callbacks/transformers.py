@@ -65,10 +65,9 @@ class MarginalLikelihood(TrainerCallback):
     the smallest, the median and the largest (``learner.state.record`` has all). Each checkpoint of
     the trainer gets a folder with its state; checkpoints hold the parameters of the steps.
 
-    When the training ends, the model holds the average of its parameters over the last third of the
-    epochs. In these epochs, from a sixth of the steps on, the average so far is what is evaluated:
-    early stopping is about it, and with ``load_best_model_at_end`` the training ends with the one
-    that was evaluated best.
+    When the training ends, the model holds the average of its parameters over the steps. The
+    average so far is what is evaluated: early stopping is about it, and with
+    ``load_best_model_at_end`` the training ends with the one that was evaluated best.
 
     Processes that torchrun starts train together, under DistributedDataParallel or FSDP2. A
     checkpoint may be resumed by another number of them. Each step must have all of its examples

@@ -18,9 +18,9 @@ The lines of the paper's algorithm, with its symbols, and where they are:
     K steps on log p(D | M)   `Hyperparameters.update`, from `update_prior`: Adam on log δ and log σ
     the best model            keep="best", as laplace-torch: `LearnerState.remember_if_best`
 
-By default the result is instead the mean of θ over the last third of the epochs, where no update
-changes δ until `finish`; updates see samples (`samples.curvature_plan`). All other departures are
-in `decay_policy`, learned likelihoods in `learned_numbers`, invariances in `marglik.augmentation`.
+By default the result is instead the average of θ (`average`), and updates see samples
+(`samples.curvature_plan`). All other departures are in `decay_policy`, learned likelihoods in
+`learned_numbers`, invariances in `marglik.augmentation`.
 
 On several ranks every function is collective. The loop averages gradients over ranks, whose batches
 have equally many examples: only then is that the gradient of the mean over all examples.
@@ -98,9 +98,9 @@ def penalty(
     """
     part, policy = problem.parts[index], problem.options.policy
     check_optimizer(part.optimizer)
-    # Step 1: average, and count the step. ``state.epoch`` epochs have ended: this is the next.
-    if problem.options.schedule.is_averaged(state.epoch + 1):
-        state.averages[index].add()  # θ as the steps before left it; `take_average` adds the last
+    # Step 1: average θ as the step before left it, and count the step.
+    if problem.averages:
+        state.averages[index].begin_step()
         state.measures.frozen_norms = [n for n, norm in problem.norms.items() if not norm.training]
     state.steps[index] += 1
     # Step 2: in the first ten steps, find scale-invariant weights; after the tenth, raise δ once.
@@ -126,13 +126,16 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     schedule = problem.options.schedule
     if epoch <= state.epoch:
         return {}
-    schedule.warn_beyond(epoch)
     with state.unchanged_by_errors(problem.model):
         state.epoch = epoch
         state.take_replayed_decays(problem)  # of another member of an ensemble
         if problem.learns_label_noise and epoch != schedule.epochs:  # after the last, `finish` does
             learn_label_noise(problem, state, is_late=schedule.is_late(epoch))
-        if not schedule.is_due_within(epoch) or problem.options.policy.skips_update(state):
+        # Where wrong labels are known to be some, Λ is smaller, and decays would fall again.
+        if problem.learns_label_noise and state.likelihood.parameters["noise"].item() > 0:
+            return {}
+        is_due = schedule.is_due_within(epoch) and not problem.options.policy.skips_update(state)
+        if not is_due and not problem.has_new_rate(state):
             return {}
         return update(problem, state)
 
@@ -144,7 +147,7 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     assert state.posterior is not None
     state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
     problem.options.policy.look_at_update(problem, state, before)
-    state.steps_at_update = state.steps[-1]
+    state.steps_at_update, state.measures.rate = state.steps[-1], problem.rate
     state.set_decays(problem)
     state.evidences.append(evidences[-1])
     state.evidences_of_steps += evidences[:-1]

@@ -1,10 +1,12 @@
 """The average θ̄ of the parameters over the steps of a training, and BatchNorm's statistics at it.
 
-That of Izmailov et al. 2018 (arXiv:1803.05407), algorithm 1; torch.optim.swa_utils does the sums.
+Polynomial-decay averaging of Shamir & Zhang 2013 (arXiv:1212.1824), θ̄ ← θ̄ + (η+1)/(t+η) (θ − θ̄)
+after step t: the mean of all steps so far, step i with a weight of about i^η. It needs no number of
+steps in advance. The mean age of the steps in it is t/(η+2), and their effective number is
+(2η+1) t/(η+1)².
 """
 
 import logging
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -13,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from kfac_backend.engine.batches import arguments, split_batch, to_device
 from kfac_backend.engine.model_calls import forked_random_numbers
@@ -36,12 +37,16 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-
-_update_means: Any = get_swa_multi_avg_fn()
+ETA = 4
+"""η: the average has the mean age and the effective number of steps of a mean over the last third
+(.166 and .36 of the steps so far)."""
 
 
 class WeightAverage:
-    """The mean of parameters over steps, as it runs.
+    """The average of parameters over their steps so far.
+
+    A step's parameters are included late, at the first look after it: what the loop does to them
+    between two steps, as a projection, counts.
 
     Args:
         parameters: whose values are averaged.
@@ -49,46 +54,57 @@ class WeightAverage:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._values: list[Tensor] = []
+        self.values: list[Tensor] = []
+        """The averages, in float32 at least, of sharded parameters this rank's parts; empty before
+        the first step. Lower precisions would round small changes away."""
         self.count = 0
         """Number of steps that are averaged."""
+        self.has_latest = True
+        """Whether the latest step is one of them."""
         self.is_written = False
         """Whether the parameters have their averages since the training's end."""
         self.is_temporary = False
         """Whether they have them for now, within `written`."""
 
-    @torch.no_grad()
-    def add(self) -> None:
-        """Include the present values."""
+    def begin_step(self) -> None:
+        """Include the step before; another one follows."""
         if self.is_temporary:
             raise RuntimeError(
                 "The optimiser stepped within averaged(), at whose end the parameters go back to "
                 "what they were before. Train outside of it."
             )
-        if not self.count:
-            self._values = [part.clone() for part in local_parts(self._parameters)]
-        else:
-            _update_means(self._values, local_parts(self._parameters), self.count)
+        self.include_latest()
+        self.has_latest = self.is_written = False
+
+    @torch.no_grad()
+    def include_latest(self) -> None:
+        """Include the present values, if those of the latest step are not included yet."""
+        if self.has_latest:
+            return
         self.count += 1
-        self.is_written = False
+        parts = local_parts(self._parameters)
+        dtypes = [torch.promote_types(part.dtype, torch.float32) for part in parts]
+        parts = [part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+        if self.count == 1:
+            self.values = [part.clone() for part in parts]
+        else:
+            torch._foreach_lerp_(self.values, parts, (ETA + 1) / (self.count + ETA))
+        self.has_latest = True
 
     def clear(self) -> None:
-        """Begin anew with the next values."""
-        self._values, self.count = [], 0
+        """Begin anew with the next step."""
+        self.values, self.count = [], 0
 
     @torch.no_grad()
     def write(self) -> None:
         """Give the parameters their averages."""
-        torch._foreach_copy_(local_parts(self._parameters), self._values)
+        torch._foreach_copy_(local_parts(self._parameters), self.values)
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """A context in which the parameters have their averages, with the present values."""
+        """A context in which the parameters have their averages."""
         present = [part.clone() for part in local_parts(self._parameters)]
-        with_present = WeightAverage(self._parameters)
-        with_present.load_state_dict(self.state_dict())
-        with_present.add()
-        with_present.write()
+        self.write()
         self.is_temporary = True
         try:
             yield
@@ -98,10 +114,10 @@ class WeightAverage:
                 torch._foreach_copy_(local_parts(self._parameters), present)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages and the number of steps; of sharded parameters they are sharded, too."""
+        """The averages and their number of steps; of sharded parameters they are sharded, too."""
         parameters = self._parameters if self.count else []
-        values = with_local_parts(parameters, [value.clone() for value in self._values])
-        return {"values": values, "count": self.count}
+        values = with_local_parts(parameters, [value.clone() for value in self.values])
+        return {"values": values, "count": self.count, "has_latest": self.has_latest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on the parameters' devices.
@@ -113,14 +129,15 @@ class WeightAverage:
         """
         values = [*zip(state["values"], self._parameters)]  # noqa: B905  # none before it begins
         for value, p in values:
-            if value.dtype != p.dtype:
+            if value.dtype != (dtype := torch.promote_types(p.dtype, torch.float32)):
                 raise ValueError(
-                    f"The state's averages are in {value.dtype}, and the parameters in {p.dtype}. "
-                    "Load the state as it was saved, with the same model and dtype."
+                    f"The state's averages are in {value.dtype}; those of parameters in {p.dtype} "
+                    f"are in {dtype}. Load the state as it was saved, with the same model and "
+                    "dtype."
                 )
-        self.count = state["count"]
-        self._values = [
-            local_part(value).to(local_part(p), copy=True)
+        self.count, self.has_latest = state["count"], state["has_latest"]
+        self.values = [
+            local_part(value).to(p.device, copy=True)
             if is_part(value) or not is_part(p)
             else part_of_whole(value.to(p.device), p).clone()
             for value, p in values
@@ -182,40 +199,28 @@ def renew_batch_norm(
         ranks.sum_(statistics)
 
 
-# --- the average, as the training's end takes it ---
+# --- the average so far, for a validation and at the training's end ---
 
 
 def take_average(problem: "Problem", state: "LearnerState") -> None:
-    """Give the network the mean over about the last third of the steps, if there is one.
+    """Give the network the average of its steps, if there is one.
 
     Again it does nothing, until there are further steps.
     """
-    if state.averages[0].is_written:
+    if state.averages[0].is_written or not state.has_average:
         return
-    schedule = problem.options.schedule
-    made, averaged_steps = state.steps[-1], state.averages[-1].count
-    if state.has_average:
-        for average in state.averages:
-            average.add()
-            average.write()
-        state.steps_at_update = None
-        with forked_random_numbers(problem.model):
-            targets = problem.options.curvature
-            renew_batch_norm(
-                problem.model, problem.loader, targets, problem.ranks, state.measures.frozen_norms
-            )
-        for average in state.averages:
-            average.is_written = True
-        _logger.info("parameters are their mean over the last %d of %d steps", averaged_steps, made)
-    elif schedule.averages and made and state.epoch < (schedule.epochs or 0):
-        warnings.warn(
-            f"The training ended after {made} steps, in epoch {state.epoch} of "
-            f"{schedule.epochs}: the parameters are those of the last step, not the mean over "
-            "the last third of the steps. If gradients are accumulated, pass start(..., "
-            "steps_per_epoch=...).",
-            RuntimeWarning,
-            stacklevel=4,
+    for average in state.averages:
+        average.include_latest()
+        average.write()
+    state.steps_at_update = None
+    with forked_random_numbers(problem.model):
+        targets = problem.options.curvature
+        renew_batch_norm(
+            problem.model, problem.loader, targets, problem.ranks, state.measures.frozen_norms
         )
+    for average in state.averages:
+        average.is_written = True
+    _logger.info("parameters are their average over %d steps", state.averages[-1].count)
 
 
 @contextmanager
@@ -225,14 +230,13 @@ def averaged(problem: "Problem", state: "LearnerState") -> Iterator[nn.Module]:
     It is the network that `PriorLearner.finish` would leave: the validation loss, early stopping
     and "keep the best" are about the average, and not about the last step's parameters. Its
     BatchNorm statistics are renewed by a pass over the training data. Afterwards, also after an
-    error, parameters and statistics are what they were. As long as fewer than a sixth of the steps
-    are averaged, `finish` takes no average, and this changes nothing. With several ranks it is
-    collective.
+    error, parameters and statistics are what they were. With several ranks it is collective.
     """
     with ExitStack() as stack:
         first = state.averages[0]
         if state.has_average and not (first.is_written or first.is_temporary):
             for average in state.averages:
+                average.include_latest()
                 stack.enter_context(average.written())
             norms, frozen = batch_norms(problem.model).values(), state.measures.frozen_norms
             statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]

@@ -66,6 +66,8 @@ class Measures:
     """The loss per example before the first step, of the first batch."""
     highest_rate: float = 0.0
     """The highest learning rate so far."""
+    rate: float = 0.0
+    """The learning rate at the last update; 0 before the first."""
     raised: list[str] = field(default_factory=list)
     """Names of the groups whose decays start higher."""
     fits_late: bool = False
@@ -206,8 +208,9 @@ class DecayPolicy:
             or not (problem.steps_per_epoch or isinstance(problem.loader, Sized))
         ):
             return
-        epochs = range(1, (options.schedule.epochs or 1) + 1)
-        first = next((epoch for epoch in epochs if options.schedule.is_due(epoch)), None)
+        schedule = options.schedule
+        last = schedule.epochs or schedule.burn_in + (schedule.every or 1)
+        first = next((epoch for epoch in range(1, last + 1) if schedule.is_due(epoch)), None)
         if first is None:
             return
         # Not so far that the weights would have vanished before the first update.

@@ -8,9 +8,9 @@ a temperature τ together maximise their likelihood, Σ log((1 − ε) p_τ(y) +
 A network that does not fit yet is explained by a large τ, and not by ε; one that is sure of what it
 gets wrong, by ε. τ is dropped, since the network's own scale is the training's to learn.
 
-Training begins without noise, and ε follows in the last third of the epochs (`Schedule.is_late`),
-where the decays rest with the default schedule. Until then the decays of "classification" keep the
-network from fitting wrong labels. Noise from the start lets the decays fall, since Λ is smaller,
+Training begins without noise, and ε follows in the last third of the epochs (`Schedule.is_late`).
+Once it is above zero no update changes the decays until the last one. The decays of
+"classification" keep the network from fitting wrong labels. Noise from the start lets the decays fall, since Λ is smaller,
 and gives up right labels that are hard, for which the network has had no time. On digits it lost up
 to .02 nats to "classification" with the same calibration, on average over seeds, where noise from
 then on gained (docs/label-noise.md).

@@ -90,10 +90,11 @@ class PriorLearner:
                 hold all trainable parameters, the last being the one whose step ends a batch.
             loader: batches (x, y), or mappings, of training and of the curvature pass; with several
                 ranks this rank's shard.
-            epochs: number of epochs, if it is known.
+            epochs: number of epochs, if it is known: updates are spread over them.
             loss: the loop's loss(outputs, targets), compared with the likelihood's on a batch.
             steps_per_epoch: the optimiser's steps in an epoch, without those that a gradient scaler
-                skips; None takes a step for each batch of the loader.
+                skips; None takes a step for each batch of the loader. Of a stream, whose length is
+                unknown, an "epoch" is then a round of the steps that see 2,560 examples, or N.
             ranks: the ranks that train together; None takes all of `torch.distributed`.
             sums_terms: whether the loss is a mean over examples of sums over their terms.
             held_out: batches that the network is not trained on, from which the share of wrong
@@ -112,6 +113,7 @@ class PriorLearner:
         steps = steps_in_epoch(loader, steps_per_epoch) if hooks == "all" else steps_per_epoch
         optimizers = optimizers_of(optimizer)
         problem = Problem.of(options, model, optimizers, loader, ranks, steps, held_out)
+        problem.has_rounds = hooks == "all" and steps is None
         remove_hooks(optimizers)  # also of one whose tensors are all frozen now
         problem.replay(*self._replayed)
         hyper = self._hyperparameters or problem.initial_hyperparameters()
@@ -134,9 +136,8 @@ class PriorLearner:
     def finish(self, average: bool = True) -> dict[str, float]:
         """Take the average of the parameters and fit the posterior there; returns what to log.
 
-        Of an early end, the average is over the steps in the last third of the announced epochs, if
-        they are a sixth of those made; or there is none and a warning says so. It can be called
-        again after an error. With average=False the network keeps its parameters.
+        At any step: the average is over all steps so far. It can be called again after an error.
+        With average=False the network keeps its parameters.
 
         Raises:
             FloatingPointError: the evidence is not finite.

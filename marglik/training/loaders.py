@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.engine.batches import check_read_twice, split_batch
+from kfac_backend.engine.batches import check_read_twice, length, split_batch
 from kfac_backend.options import TargetOptions, check_positive
 from kfac_backend.ranks import Ranks
 
@@ -53,16 +53,14 @@ def num_batches(loader: Any) -> int:
         return sum(1 for _ in loader)
 
 
-def steps_in_epoch(loader: Loader, steps: int | None) -> int:
-    """The number of steps in an epoch that was given, or that of the loader's batches."""
+def steps_in_epoch(loader: Loader, steps: int | None) -> int | None:
+    """The number of steps in an epoch that was given, or that of the loader's batches.
+
+    None of a stream, which has no length.
+    """
+    steps = length(loader) if steps is None else steps
     if steps is None:
-        try:
-            steps = len(loader)  # pyright: ignore[reportArgumentType]
-        except TypeError as error:  # also a DataLoader, of an IterableDataset
-            raise ValueError(
-                f"The loader, {type(loader).__name__}, has no length. Pass steps_per_epoch=, the "
-                "number of the optimiser's steps in an epoch."
-            ) from error
+        return None
     check_positive("steps_per_epoch", steps)
     if steps != int(steps):
         raise ValueError(f"steps_per_epoch must be an integer, not {steps}.")

@@ -39,7 +39,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
-from kfac_backend.engine.batches import arguments, each_batch, split_batch, to_device
+from kfac_backend.engine.batches import arguments, each_batch, length, split_batch, to_device
 from kfac_backend.engine.model_calls import check_output, logits_of
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
@@ -200,6 +200,7 @@ class OnlineTraining:
             optimizer,
             self.curvature_loader,
             epochs,
+            steps_per_epoch=length(train_loader),
             ranks=self.ranks,
             sums_terms=True,
             held_out=held_out,

@@ -66,17 +66,21 @@ def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> 
     fisher, N, V = options.curvature.fisher, problem.num_data, problem.vectors
     if takes_all(options) or not state.steps[-1]:
         return CurvaturePlan(N, fisher)
-    is_exact, num_seen = fisher == "exact", float(N * state.epoch)
+    is_exact, num_seen = fisher == "exact", float(problem.examples_per_epoch * state.epoch)
     estimates = is_exact and V > 1
     if is_last:
         if is_exact and (V * N <= FEW_VECTORS or sample_size(N, num_seen, V) == N):
             return CurvaturePlan(N, fisher)
     else:
-        epochs, every = schedule.epochs or math.inf, schedule.every
-        updates = schedule.updates if every is None else epochs // every
-        estimates &= updates * (1 + 2 * V) > 3 * epochs
         if state.steps_at_update:
             num_seen *= 1 - state.steps_at_update / state.steps[-1]
+        between = num_seen  # examples of the steps between updates, on average if that is known
+        if schedule.epochs is not None:
+            num_updates = schedule.updates
+            if schedule.every is not None:
+                num_updates = schedule.epochs // schedule.every
+            between = N * schedule.epochs / max(num_updates, 1)
+        estimates &= N * (1 + 2 * V) > 3 * between
     number = sample_size(N, num_seen, 1 if estimates else V)
     if not is_last:
         number = min(N, max(number, state.measures.examples_for_gamma))

@@ -1,15 +1,12 @@
-"""When the prior is updated, when the network's parameters are averaged, and which rate they need.
+"""When the prior is updated, when label noise is learned, and which rate the average needs.
 
-Learning that settles has three phases. The network fits, with a high learning rate and updates of
-the prior that are frequent and bounded; then the parameters follow the decays that were found, at a
-constant rate; then they are averaged, which removes the noise of that rate. A rate that falls to
-zero early freezes a network before its decays are found, and the average of a frozen network
-changes nothing.
+Learning settles if the network can follow the decays that are found: at a learning rate that stays
+high, with updates all along that are bounded. The average of the parameters takes the noise of that
+rate out. A rate that falls to zero early freezes a network before its decays are found, and the
+average of a frozen network changes nothing.
 """
 
-import warnings
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 from typing import Literal
 
@@ -20,13 +17,13 @@ from kfac_backend.options import check_option
 
 Keep = Literal["best", "last"]
 Average = Literal["last"]
-"""The mean of the parameters over the steps of the last third of the epochs."""
+"""The average of the parameters over all steps, late ones most; see `marglik.training.average`."""
 CurvatureFrom = Literal["auto", "pass"]
 """Which pass over the data an update makes: with "auto" over a sample, and by random signs if
 exact ones would take longer than the training; see `marglik.training.samples`."""
 
-AVERAGED_SHARE = 1 / 3
-"""Of the epochs: the parameters of the last third are averaged."""
+LATE_SHARE = 1 / 3
+"""Of the epochs: those in which label noise is learned."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,10 @@ class Schedule:
 
     Args:
         epochs: passes over the training data; None if their number is not known.
-        every: epochs between updates; None (null) spreads ``updates`` over the epochs before the
-            average, so that the parameters that are averaged belong to the same decays.
+        every: epochs between updates; None (null) spreads ``updates`` over the epochs. Where their
+            number is not known, or exceeded, an update follows each epoch at first, and later each
+            tenth to twentieth (2/``updates`` to 1/``updates``) of the epochs so far, and each
+            change of the learning rate.
         burn_in: no update before the end of this epoch.
         steps: hyperparameter steps in each update. Few bound what one update changes: Adam's 10
             steps of 0.1 on log δ change a weight decay by a factor of e at most.
@@ -46,9 +45,9 @@ class Schedule:
             fits the data, where the evidence says little.
         updates: number of updates, at most one per epoch, and without the one that ends training.
             0 keeps the decays as they are, and fits no posterior, not even at the end.
-        average: "last" ends with the mean of the parameters over all steps of the last third of the
-            epochs, if their number is known; None (null) with the parameters of the last step.
-            With keep="best" there is no average.
+        average: "last" ends with the average of the parameters over the steps, late ones most; None
+            (null) with the parameters of the last step. There is no average with keep="best", nor
+            where an epoch is a single step: there is no noise to take out of a full batch.
 
     Raises:
         ValueError: a number that is too small, or an option that is not supported.
@@ -78,39 +77,25 @@ class Schedule:
             return False
         if self.every is not None:
             return epoch % self.every == 0
-        if self.epochs is None:  # often at first, when decays move most
-            return epoch <= self.updates or epoch % self.updates == 0
-        # The k-th update follows the first epoch that reaches the share k/U of the epochs before
-        # the average, which is of parameters at the same decays.
-        before = self._before_average
-        passed, then = (e * self.updates // before for e in (epoch, epoch - 1))
-        return epoch <= before and passed > then
+        if self.epochs is not None and epoch <= self.epochs:
+            # The k-th update follows the first epoch that reaches the share k/U of all.
+            passed, then = (e * self.updates // self.epochs for e in (epoch, epoch - 1))
+            return passed > then
+        spacing = 1 << max(0, (2 * epoch // self.updates).bit_length() - 1)
+        return epoch % spacing == 0
 
     def is_due_within(self, epoch: int) -> bool:
         """Whether an update follows this epoch, which is not the last one."""
         return self.is_due(epoch) and epoch != self.epochs
 
-    def warn_beyond(self, epoch: int) -> None:
-        """Warn at the end of the first epoch, from 1, beyond those that were announced."""
-        if self.epochs is not None and epoch == self.epochs + 1:
-            average = " and the average is over all steps since their last third began"
-            warnings.warn(
-                f"The training goes on after the {self.epochs} epochs that start was told: updates "
-                f"were spread over these,{average if self.averages else ' and have ended'}. Pass "
-                "the number of epochs, or steps_per_epoch if gradients are accumulated, to start.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
     def is_late(self, epoch: int) -> bool:
         """Whether the end of this epoch, from 1, begins or lies in the last third of the epochs.
 
-        With the default schedule the decays rest there. Where the number of epochs is not known,
-        it is late after as many as there are ``updates``.
+        Where the number of epochs is not known, it is late after as many as there are ``updates``.
         """
         if self.epochs is None:
             return epoch >= self.updates
-        return epoch >= self.epochs - round(AVERAGED_SHARE * self.epochs)
+        return epoch >= self.epochs - round(LATE_SHARE * self.epochs)
 
     @property
     def num_early(self) -> int:
@@ -119,18 +104,8 @@ class Schedule:
 
     @property
     def averages(self) -> bool:
-        """Whether the training ends with an average."""
+        """Whether the parameters are averaged, where an epoch has several steps."""
         return self.average is not None and self.keep == "last"
-
-    def is_averaged(self, epoch: int) -> bool:
-        """Whether the average includes the parameters during this epoch, from 1."""
-        return self.averages and self.epochs is not None and epoch > self._before_average
-
-    @cached_property
-    def _before_average(self) -> int:
-        """Number of epochs before those whose steps are averaged with equal weights."""
-        assert self.epochs is not None
-        return self.epochs - (round(AVERAGED_SHARE * self.epochs) if self.averages else 0)
 
 
 def settling_rate(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:

@@ -1,7 +1,7 @@
 """`Problem`, what the learner of weight decays is about; `LearnerState`, what it has come to."""
 
 import logging
-import warnings
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import arguments, split_batch, to_device
+from kfac_backend.engine.batches import arguments, length, split_batch, to_device
 from kfac_backend.engine.model_calls import forked_random_numbers, logits_of
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_module
@@ -39,9 +39,13 @@ from marglik.training.average import WeightAverage, batch_norms
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
 from marglik.training.loaders import Loader, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
-from marglik.training.schedule import AVERAGED_SHARE, CurvatureFrom, Schedule
+from marglik.training.samples import FEWEST, SHARE
+from marglik.training.schedule import CurvatureFrom, Schedule
 
 _logger = logging.getLogger(__name__)
+
+NEW_RATE = 1.25
+"""The factor between two learning rates that are not the same."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,10 @@ class Problem:
     """N, the number of examples of all ranks."""
     steps_per_epoch: int | None = None
     """Steps of the last optimiser in an epoch, where hooks count them."""
+    has_rounds: bool = False
+    """Whether hooks count the steps of a stream, whose epochs are then rounds of some steps."""
+    examples_per_epoch: int = 0
+    """Of all ranks: N, or of a round."""
     replayed: Mapping[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
     """The decays of another training by epoch, see `PriorLearner.replay`."""
     progress: bool = False
@@ -213,13 +221,6 @@ class Problem:
         parts = parts_of(optimizers, trainable)
         ranks = Ranks() if ranks is None else ranks
         check_shards(loader, ranks)
-        if options.schedule.epochs is None and options.schedule.average == "last":
-            warnings.warn(
-                "The parameters are not averaged, since the number of epochs is unknown: call "
-                "start(..., epochs), or pass average=None.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
         N = count_on_ranks(loader, ranks, options.curvature)
         return cls(
             options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
@@ -277,6 +278,25 @@ class Problem:
     def rate(self) -> float:
         """The learning rate of the first optimiser."""
         return float(self.parts[0].optimizer.param_groups[0]["lr"])
+
+    @cached_property
+    def averages(self) -> bool:
+        """Whether the parameters are averaged: where an epoch is a single step, there is no noise.
+
+        An average of steps without noise lags behind the last one.
+        """
+        num_steps = self.steps_per_epoch or length(self.loader)
+        return self.options.schedule.averages and num_steps != 1
+
+    def has_new_rate(self, state: "LearnerState") -> bool:
+        """Whether an update is due since the learning rate is another than at the last one.
+
+        Where the end is known, updates are frequent enough.
+        """
+        schedule, rates = self.options.schedule, sorted((state.measures.rate, self.rate))
+        is_open = schedule.epochs is None or state.epoch > schedule.epochs
+        may_update = is_open and schedule.every is None and state.measures.rate > 0
+        return may_update and rates[1] > NEW_RATE * rates[0]
 
     def may_rest(self, state: "LearnerState") -> bool:
         """Whether updates may be left out: they have a budget, and learn weight decays alone."""
@@ -351,7 +371,13 @@ class Problem:
         own = terms, examples, self.vectors, padding, first_loss, num_first
         of_ranks = self.ranks.gather(own)
         self.vectors = max(rank[2] for rank in of_ranks)
-        self.first_loss = sum(r[4] for r in of_ranks) / max(sum(r[5] for r in of_ranks), 1)
+        batch_size = max(sum(rank[5] for rank in of_ranks), 1)
+        self.first_loss = sum(rank[4] for rank in of_ranks) / batch_size
+        self.examples_per_epoch = self.num_data
+        if self.has_rounds:  # so long that an update of a sample takes a tenth of the time
+            self.steps_per_epoch = math.ceil(min(self.num_data, FEWEST / SHARE) / batch_size)
+        if self.steps_per_epoch and length(self.loader) is None:
+            self.examples_per_epoch = self.steps_per_epoch * batch_size
         padding = next((rank[3] for rank in of_ranks if rank[3]), {})
         for part in self.parts:
             rows = {i: padding[name] for i, name in enumerate(part.names) if name in padding}
@@ -404,7 +430,7 @@ class LearnerState:
     ranges: RangeLearner | None
     """How the ranges of augmentations are learned; None where none is."""
     averages: list[WeightAverage]
-    """The mean of each optimiser's parameters over its steps so far, once it has begun."""
+    """The average of each optimiser's parameters over its steps so far."""
     steps: list[int]
     """Number of steps of each optimiser."""
     measures: Measures
@@ -440,9 +466,8 @@ class LearnerState:
 
     @property
     def has_average(self) -> bool:
-        """Whether the average is over enough of the steps (a sixth) that `finish` would take it."""
-        counts = [average.count for average in self.averages]
-        return all(counts) and counts[-1] >= AVERAGED_SHARE / 2 * self.steps[-1]
+        """Whether all optimisers have made a step since the start whose parameters are averaged."""
+        return all(average.count or not average.has_latest for average in self.averages)
 
     @classmethod
     def initial(

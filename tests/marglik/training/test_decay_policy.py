@@ -112,7 +112,7 @@ def test_without_its_rules_training_is_algorithm_1_to_the_bit(weight_decay, rule
 def test_a_rule_that_is_off_does_not_warn(rule, recwarn):
     model = network()
     prior = PriorLearner("classification", **rule)
-    learn(model, sgd(model), prior, data(), EPOCHS)
+    learn(model, sgd(model), prior, data(), 3)
     assert any("settled" in str(w.message) for w in recwarn) == (not rule)
 
 

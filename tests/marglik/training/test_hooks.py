@@ -191,7 +191,7 @@ def test_hooks_do_what_the_calls_do_in_their_places(case):
 
 @pytest.mark.parametrize("stop", [4, 6, 17, 24])
 def test_a_loop_that_goes_on_from_a_state_comes_to_the_same(stop):
-    """At the end of an epoch, within one, within the average, and before `finish`."""
+    """At the end of an epoch, within one, and before `finish`."""
     whole = outcome(trained("plain"))
     states = deepcopy([of.state_dict() for of in begun("plain", stop=stop)])
     model = network(seed=1)
@@ -228,24 +228,22 @@ def test_a_step_that_a_scaler_skips_is_none(optimizer_of):
 # --- early ends ---
 
 
-@pytest.mark.parametrize(
-    ("stop", "averaged"), [(3, 0), (16, 0), (18, 0), (20, 4), (23, 7), (24, 8)]
-)
-def test_an_early_end_takes_the_average_of_about_a_third_or_none(stop, averaged):
-    """Of six epochs of four steps; it says which."""
-    model, _, prior = begun("plain", stop=stop)
-    assert prior.state.averages[0].count == max(0, stop - 16)
-    last = [p.detach().clone() for p in model.parameters()]
-    if averaged:
-        prior.finish()
-    else:
-        with pytest.warns(RuntimeWarning, match=rf"ended after {stop} steps, in epoch \d of 6"):
-            prior.finish()
-    at_the_end = all(map(torch.equal, model.parameters(), last))
-    assert at_the_end == (averaged == 0)
+@pytest.mark.parametrize("stop", [3, 16, 23, 24, 30])
+def test_a_training_may_end_at_any_step(stop):
+    """Of six epochs of four steps that were announced, or none: with the average of all steps."""
+    model, optimizer, prior = begun("plain", stop=stop)
+    if stop > EPOCHS * BATCHES:  # it goes on for longer, and so do updates
+        for step, (x, y) in enumerate(list(loader()) * 2):
+            plain(model, optimizer, lambda: None, x, y, step)
+    number = len(prior.evidences)
+    assert number == prior.state.epoch // 2 - (prior.state.epoch >= EPOCHS)
+    with prior.averaged():
+        average = deepcopy(model.state_dict())
+    prior.finish()
+    assert same(dict(model.state_dict()), dict(average))
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(prior.posterior.mean, weights)
-    assert len(prior.evidences) == 1 + (stop >= 8) + (stop > 16)
+    assert len(prior.evidences) == number + 1
 
 
 def test_a_loop_that_never_steps_is_told_so():
@@ -319,7 +317,6 @@ def test_an_update_whose_data_fails_is_made_by_the_second_call():
 FUNCTIONS = {"end_of_epoch": end_of_epoch, "finish": finish}
 
 
-@pytest.mark.filterwarnings("error:The training ended after")
 @pytest.mark.parametrize("keep", ["best", "last"])
 def test_a_finish_whose_data_fails_takes_the_second_call_to_the_same_end(keep):
     """Back at the best update, or with the average, which it takes once; it says nothing false."""
@@ -395,14 +392,14 @@ def test_what_cannot_be_trained_is_named_at_the_start():
     for error, message, optimizer in cases:
         with pytest.raises(error, match=message):
             prior.start(model, optimizer, loader(), 2)
-    with pytest.raises(ValueError, match="generator, has no length. Pass steps_per_epoch="):
+    with pytest.raises(TypeError, match="generator, which can be read only once"):
         prior.start(model, sgd(model), (batch for batch in loader()), 2)
     model[0].requires_grad_(False)
     prior.start(model, head, loader(), 2)
 
 
 def test_what_changes_after_the_start_is_named():
-    """A weight decay, which parameters are trained, the number of epochs; and where a step is."""
+    """A weight decay, and which parameters are trained; and a step within the average."""
     model, prior = network(), PriorLearner("classification", every=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, maximize=True)
     with pytest.raises(ValueError, match="optimiser maximises"):
@@ -410,9 +407,6 @@ def test_what_changes_after_the_start_is_named():
     for steps in (0, 2.5):
         with pytest.raises(ValueError, match="steps_per_epoch must be"):
             prior.start(model, sgd(model), loader(), 2, steps_per_epoch=steps)
-    endless = DataLoader(Endless(), 4)
-    with pytest.raises(ValueError, match="DataLoader, has no length. Pass steps_per_epoch="):
-        prior.start(model, sgd(model), endless, 2)
 
     prior.start(model, optimizer := sgd(model), loader(), 3)
 
@@ -429,17 +423,43 @@ def test_what_changes_after_the_start_is_named():
     with pytest.raises(ValueError, match=r"'0.bias' was frozen or unfrozen since start"):
         epoch()
     model[0].bias.requires_grad_(True)
-    with pytest.warns(RuntimeWarning, match="goes on after the 3 epochs"):
-        for _ in range(3):
-            epoch()
+    epoch()
     with pytest.raises(RuntimeError, match="stepped within averaged"), prior.averaged():
         epoch()
     prior.finish()
 
 
-class Endless(IterableDataset):
+class Stream(IterableDataset):
     def __iter__(self):
         yield from zip(*dataset().tensors, strict=True)
+
+
+def test_updates_of_a_stream_follow_rounds_of_steps(monkeypatch):
+    """Whose length is unknown: of N examples, or as many as ten samples, and later more rarely."""
+    data = DataLoader(Stream(), 4)
+
+    def trained(steps, rate=lambda step: 1.0, **options):
+        model, prior, updates = network(), PriorLearner("classification", rest=None, **options), []
+        prior.start(model, optimizer := sgd(model), data)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        for step in range(steps):
+            x, y = list(data)[step % len(list(data))]
+            plain(model, optimizer, lambda: None, x, y, step)
+            scheduler.step()
+            updates += [step + 1] if len(prior.evidences) > len(updates) else []
+        return prior, updates
+
+    prior, updates = trained(72, updates=4)
+    assert updates == [8, 16, 24, 32, 48, 64]  # of rounds of eight steps, with 30 examples
+    assert prior.problem.examples_per_epoch == 32
+    prior.finish()
+    assert prior.state.epoch == 9 and len(prior.evidences) == 7
+    # Another learning rate is followed by an update.
+    _, updates = trained(72, lambda step: 1.0 if step < 50 else 0.6, updates=4)
+    assert updates == [8, 16, 24, 32, 48, 56, 64]
+    monkeypatch.setattr("marglik.training.state.FEWEST", 1)
+    prior, updates = trained(17, updates=4)
+    assert updates == [3, 6, 9, 12]  # rounds of ten examples
 
 
 def test_decays_are_replayed_by_networks_of_one_architecture():

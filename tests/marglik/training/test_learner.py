@@ -28,6 +28,7 @@ from marglik.runs.setup import Setup
 from marglik.runs.trainings import Training, train_network
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
+from marglik.training.average import WeightAverage
 from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
@@ -98,19 +99,29 @@ def in_double(size=10):
     return DataLoader(TensorDataset(x.double(), y), size)
 
 
-def test_training_ends_at_the_mean_of_the_last_thirds_steps():
+def mean_of(steps):
+    """The average of each parameter over its steps i = 1, 2, ..., with weights i(i+1)(i+2)(i+3)."""
+    i = torch.arange(1, len(steps) + 1, dtype=torch.float64)
+    weights = i * (i + 1) * (i + 2) * (i + 3)
+    weights /= weights.sum()
+    return [torch.tensordot(weights, torch.stack(p).double(), 1) for p in zip(*steps, strict=True)]
+
+
+def test_training_ends_at_the_average_of_the_steps():
     """And with BatchNorm's statistics, posterior and evidence at it; by brute force."""
-    model, seen, data = with_norm(), [], in_double()
+    model, steps, data = with_norm(), [], in_double()
     prior = PriorLearner("classification")
 
     def look():
-        seen.append([p.detach().clone() for p in model.parameters()])
+        steps.append([p.detach().clone() for p in model.parameters()])
 
     learn(model, sgd(model), prior, data, 6, after_step=look)
-    averaged = seen[4 * len(data) - 1 :]  # the parameters that epochs 5 and 6 begin and end with
-    for i, p in enumerate(model.parameters()):
-        assert_close(p, torch.stack([at[i] for at in averaged]).mean(0), rtol=1e-12, atol=0)
-        assert (p - seen[-1][i]).abs().max() > 1e-4  # negative control: not the last step's
+    for i, (p, mean) in enumerate(zip(model.parameters(), mean_of(steps), strict=True)):
+        assert_close(p, mean, rtol=1e-12, atol=1e-14)
+        others = [steps[-1], *([at[i] for at in steps[k:]] for k in (0, 2 * len(steps) // 3))]
+        # Negative controls: not the last step's, nor the mean of all or of the last third.
+        assert (p - others[0][i]).abs().max() > 1e-4
+        assert all((p - torch.stack(some).mean(0)).abs().max() > 1e-4 for some in others[1:])
     first = [model[0](x) for x, _ in data]
     norm = model[1]
     assert_close(norm.running_mean, torch.stack([a.mean(0) for a in first]).mean(0))
@@ -121,6 +132,47 @@ def test_training_ends_at_the_mean_of_the_last_thirds_steps():
         posterior.mean, torch.cat([p.detach().flatten() for p in model.parameters()])
     )
     assert float(posterior.log_marginal_likelihood()) == pytest.approx(prior.evidences[-1])
+
+
+def test_the_average_of_parameters_in_bfloat16_is_in_float32():
+    """There the sum would stand still: the factor goes to zero."""
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    average, sums, steps = WeightAverage([p]), torch.ones(3, dtype=torch.bfloat16), []
+    for t in range(1, 2001):
+        average.begin_step()
+        p.data.fill_(1 + t / 2000)
+        steps.append([p.detach().clone()])
+        sums += 5 / (t + 4) * (p.detach() - sums)
+    average.include_latest()
+    (expected,) = mean_of(steps)
+    assert_close(average.values[0].double(), expected, rtol=1e-5, atol=0)
+    assert ((sums - expected).abs() > 0.02 * expected).all()  # negative control
+    average.write()
+    assert torch.equal(p, expected.to(torch.bfloat16))
+    restored = WeightAverage([p])
+    restored.load_state_dict(average.state_dict())
+    assert same(restored.state_dict(), average.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"size": 30}, {"steps_per_epoch": 1}])
+def test_a_full_batch_has_no_average(options):
+    """It has no gradient noise, and an average lags behind."""
+    model, data, prior = (
+        with_norm(),
+        in_double(options.pop("size", 10)),
+        PriorLearner("classification"),
+    )
+    prior.start(model, optimizer := sgd(model), data, 6, **options)
+    for _ in range(6):
+        optimizer.zero_grad()
+        for x, y in data:
+            (cross_entropy(model(x), y) / len(data)).backward()
+        optimizer.step()
+    before = deepcopy(model.state_dict())
+    with prior.averaged():
+        assert same(model.state_dict(), before)
+    prior.finish()
+    assert same(model.state_dict(), before) and prior.state.epoch == 6
 
 
 def test_statistics_that_training_left_alone_stay():
@@ -159,17 +211,12 @@ def test_the_average_so_far_is_validated_and_the_training_goes_on_as_without():
             before = deepcopy(model.state_dict())  # noqa: B023
             with pytest.raises(KeyError), prior.averaged() as averaged:  # noqa: B023
                 assert averaged is model  # noqa: B023
-                # From the 12th of 18 parameters on, once they are a sixth of the steps.
-                is_taken = len(seen) - 12 >= len(seen) / 6  # noqa: B023
-                some = seen[11:] if is_taken else seen[-1:]  # noqa: B023
                 with prior.averaged():  # noqa: B023  # within itself it changes nothing
                     pass
-                for i, p in enumerate(model.parameters()):  # noqa: B023
-                    mean = torch.stack([at[i] for at in some]).mean(0)
+                for p, mean in zip(model.parameters(), mean_of(seen), strict=True):  # noqa: B023
                     assert_close(p, mean, rtol=1e-12, atol=1e-12)
                 first = model[0](data.dataset.tensors[0]).mean(0)  # noqa: B023
-                is_renewed = torch.allclose(model[1].running_mean, first)  # noqa: B023
-                assert is_renewed == is_taken
+                assert_close(model[1].running_mean, first)  # noqa: B023
                 raise KeyError
             for name, value in model.state_dict().items():  # noqa: B023
                 assert torch.equal(value, before[name]), name
@@ -321,9 +368,10 @@ def test_a_state_that_is_not_whole_or_of_another_precision_is_refused():
     double, (x, y) = network().double(), dataset().tensors
     with pytest.raises(ValueError, match=r"parameter '0.weight' is .*float32' there, .*float64' h"):
         third.start(double, sgd(double), DataLoader(TensorDataset(x.double(), y), 8), EPOCHS)
-    cast = {"values": [p.detach().double() for p in model.parameters()], "count": 1}
+    doubles = [p.detach().double() for p in model.parameters()]
+    cast = {"values": doubles, "count": 1, "has_latest": True}
     third.load_state_dict({**state, "averages": [cast]})
-    with pytest.raises(ValueError, match=r"averages are in torch.float64, .* in torch.float32"):
+    with pytest.raises(ValueError, match=r"averages are in torch.float64; .* in torch.float32"):
         third.start(model, sgd(model), loader(), EPOCHS)
 
 

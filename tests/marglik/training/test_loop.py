@@ -1,6 +1,7 @@
 """The online loop: its steps, its records, what it ends with, what it refuses."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -355,32 +356,23 @@ def test_batch_samplers_are_counted_without_loading(drop_last, expected):
 # --- schedules and optimisers ---
 
 
-def test_epochs_of_updates_and_averages():
-    def epochs_of(question, epochs=12, **options):
+def test_epochs_of_updates():
+    def due(epochs=12, until=None, **options):
         schedule = Schedule(epochs=epochs, **options)
-        return [e for e in range(1, (epochs or 45) + 1) if getattr(schedule, question)(e)]
+        return [e for e in range(1, (until or epochs) + 1) if schedule.is_due(e)]
 
-    def due(*args, **options):
-        return epochs_of("is_due", *args, **options)
-
-    assert due() == list(range(1, 9))  # twenty updates, at most one per epoch, before the average
-    assert due(average=None) == list(range(1, 13))
-    assert due(150) == list(range(5, 101, 5))
-    assert due(30, updates=4, average=None) == [8, 15, 23, 30]
-    assert due(None, updates=5) == [1, 2, 3, 4, 5, 10, 15, 20, 25, 30, 35, 40, 45]
+    assert due() == list(range(1, 13))  # twenty updates, at most one per epoch
+    assert due(100) == list(range(5, 101, 5))
+    assert due(30, updates=4) == [8, 15, 23, 30]
     assert due(every=5) == [5, 10]
     assert due(every=4, burn_in=8) == [8, 12]
     assert due(every=5, burn_in=13) == []
-
-    def averaged(*args, **options):
-        return epochs_of("is_averaged", *args, **options)
-
-    assert averaged() == [9, 10, 11, 12]
-    assert averaged(average=None) == averaged(keep="best") == averaged(None) == []
-    # Of a loop that goes on for longer than it said.
-    assert Schedule(epochs=5).is_averaged(6)
-    assert not Schedule(epochs=5, average=None).is_averaged(6)
-    assert not Schedule(epochs=5, keep="best").is_averaged(6)
+    # Where the end is not known, or was passed: a tenth to a twentieth of the epochs so far.
+    open_end = due(None, 1000)
+    assert open_end[:30] == [*range(1, 20), *range(20, 40, 2), 40]
+    assert all(1 / 20 <= (b - a) / a <= 1 / 10 for a, b in pairwise(open_end) if a >= 20)
+    assert due(100, 160)[20:] == [104, 112, 120, 128, 136, 144, 152, 160]
+    assert due(None, 20, updates=4) == [1, 2, 3, 4, 6, 8, 12, 16]
     for name in ("epochs", "every"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
             Schedule(**{name: 0})

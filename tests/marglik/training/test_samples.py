@@ -198,7 +198,7 @@ def test_the_last_update_is_an_estimate_where_it_would_take_over_a_tenth_of_the_
         curvature_from="auto", schedule=schedule, curvature=CurvatureOptions(),
         hessian_structure="kron",
     )  # fmt: skip
-    problem = SimpleNamespace(options=options, num_data=N, vectors=V)
+    problem = SimpleNamespace(options=options, num_data=N, examples_per_epoch=N, vectors=V)
     state = SimpleNamespace(steps=[1], epoch=epochs, steps_at_update=None)
     assert curvature_plan(problem, state, is_last=True) == expected
     for name, value in {"curvature_from": "pass", "hessian_structure": "full"}.items():
