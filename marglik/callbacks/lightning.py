@@ -43,7 +43,8 @@ class MarginalLikelihood(Callback):
     training ends, the module holds the average of its parameters over the steps. The average so far
     is what is validated, and what checkpoints that are written after a validation hold, so that
     early stopping and the best checkpoint are of the average; training resumes from the parameters
-    of the steps, which they hold, too, with the callback's state. The module's optimiser must have no weight decay.
+    of the steps, which they hold, too, with the callback's state. The module's optimiser must have
+    no weight decay.
     ``gradient_clip_val`` clips the gradient of the data; the prior's is added after it. A warning
     says if the loss of the first batch is not that of the likelihood.
 

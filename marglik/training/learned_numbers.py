@@ -10,9 +10,10 @@ gets wrong, by ε. τ is dropped, since the network's own scale is the training'
 
 Training begins without noise, and ε follows in the last third of the epochs (`Schedule.is_late`).
 Once it is above zero no update changes the decays until the last one. The decays of
-"classification" keep the network from fitting wrong labels. Noise from the start lets the decays fall, since Λ is smaller,
-and gives up right labels that are hard, for which the network has had no time. On digits it lost up
-to .02 nats to "classification" with the same calibration, on average over seeds, where noise from
+"classification" keep the network from fitting wrong labels. Noise from the start lets the decays
+fall, since Λ is smaller, and gives up right labels that are hard, for which the network has had no
+time. On digits it lost up to .02 nats to "classification" with the same calibration, on average
+over seeds, where noise from
 then on gained (docs/label-noise.md).
 
 Without held-out labels it is looked for in the training labels, before that. A network shows the
