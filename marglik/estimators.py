@@ -41,6 +41,8 @@ HIDDEN = (100,)
 FEWEST_HELD_OUT = 20
 """Fewer examples say too little about a calibration, and are better trained on."""
 PREDICTED_AT_ONCE = 1000
+REGRESSIONS = {"regression": 1, "heteroscedastic": 2}
+"""The regressor's likelihoods, and the number of outputs that each needs."""
 
 Network = nn.Module | Callable[[int, int], nn.Module]
 
@@ -231,17 +233,49 @@ class MarglikRegressor(RegressorMixin, Estimator):
 
     After `fit`: ``model_`` (the network, for standardised columns and targets), ``posterior_``,
     ``weight_decays_`` and ``log_marginal_likelihood_``, see `MarglikClassifier`. Arguments are
-    those of `Estimator`.
+    those of `Estimator`, and:
+
+    Args:
+        likelihood: "regression", one noise for all rows, or "heteroscedastic", a noise that depends
+            on the columns. The network then has two outputs: the mean, and the number whose
+            exponential scales the noise's variance.
     """
 
-    likelihood = "regression"
+    def __init__(
+        self,
+        model: Network | None = None,
+        *,
+        likelihood: str = "regression",
+        epochs: int = 200,
+        batch_size: int = 32,
+        lr: float = 1e-2,
+        weight_decay: float = WEIGHT_DECAY,
+        held_out: float = 0.1,
+        random_state: Any = None,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(
+            model, epochs=epochs, batch_size=batch_size, lr=lr, weight_decay=weight_decay,
+            held_out=held_out, random_state=random_state, device=device,
+        )  # fmt: skip
+        self.likelihood = likelihood
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Train on columns X (N, ...) and numbers y (N,); returns itself."""
+        """Train on columns X (N, ...) and numbers y (N,); returns itself.
+
+        Raises:
+            ValueError: a likelihood whose predictions are no Gaussians.
+        """
+        if self.likelihood not in REGRESSIONS:
+            raise ValueError(
+                f"likelihood={self.likelihood!r}: a MarglikRegressor predicts Gaussians, by "
+                f"{' or '.join(map(repr, REGRESSIONS))}. For others use PriorLearner, or marglik "
+                "train."
+            )
         checked: Any = validate_data(self, X, y, allow_nd=True, dtype="numeric", y_numeric=True)
         X, y = checked
         self.target_scaler_: Any = StandardScaler().fit(y[:, None])
-        return self._fit(X, self.target_scaler_.transform(y[:, None]), 1)
+        return self._fit(X, self.target_scaler_.transform(y[:, None]), REGRESSIONS[self.likelihood])
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Means (N,), with ``return_std`` also standard deviations of new targets (N,)."""

@@ -258,6 +258,8 @@ class Evaluation:
     """Mean and standard deviation that targets were standardised by for training."""
     num_seen: int | None = None
     """Number of test examples whose inputs the network was trained on or calibrated with."""
+    posterior: str | None = None
+    """SHA-256 sum of the evaluated ``posterior.json``."""
     output: str | None = None
     """The folder; None in the file itself, which may be moved."""
     calibrated: dict[str, CalibrationRecord] | None = None

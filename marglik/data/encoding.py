@@ -1,5 +1,6 @@
 """How the rows of a table become the inputs of a network, saved with it as plain data."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class TableEncoding:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the inputs."""
+        """The names of the inputs; of two columns that are encoded, they may be equal."""
         values = [f"{column}_{value}" for column, texts in self.texts.items() for value in texts]
         return (*self.numbers, *values, *map(indicator, self.missing))
 
@@ -46,8 +47,8 @@ class TableEncoding:
             name: what errors call them.
 
         Raises:
-            ValueError: a missing column, a value that was not in the training file, or a missing
-                value in a column that lacked none there.
+            ValueError: missing columns; columns with a value that was not in the training file, or
+                with a missing value where the training file has none. It names all of them.
         """
         with extra("tables"):
             import pandas
@@ -58,33 +59,34 @@ class TableEncoding:
                 f"{name} lacks the column(s) {', '.join(lacking)}; the network was trained on "
                 f"{', '.join(columns)}, in any order."
             )
-        inputs, absent = {}, frame[columns].isna()
+        # A list, as the names of encoded columns may be equal: a = "b_c" and a_b = "c".
+        inputs, absent, problems = [], frame[columns].isna(), []
         for column in columns:
             values, is_absent = frame[column], absent[column]
             if column not in self.missing and is_absent.any():
-                raise ValueError(
-                    f"{name}: {is_absent.sum()} row(s) lack column {column!r}, which no row of the "
-                    "training data did; fill them in, or drop them."
+                problems.append(
+                    f"{is_absent.sum()} row(s) lack column {column!r}, which no row of the "
+                    "training data did"
                 )
             if column in self.numbers:
                 numbers: Any = pandas.to_numeric(values, errors="coerce").astype(float)  # pyright: ignore
                 unknown = values[numbers.isna() & ~is_absent]
-                inputs[column] = numbers.fillna(self.numbers[column])
+                inputs.append(numbers.fillna(self.numbers[column]))
             else:
                 texts = values.astype(str)
                 unknown = values[~is_absent & ~texts.isin(self.texts[column])]
-                for value in self.texts[column]:
-                    inputs[f"{column}_{value}"] = (texts == value) & ~is_absent
+                inputs += [(texts == value) & ~is_absent for value in self.texts[column]]
             if len(unknown):
                 expected = self.texts.get(column, ["a number"])
-                raise ValueError(
-                    f"{name}: column {column!r} has {str(unknown.iloc[0])!r} (in {len(unknown)} "
-                    f"row(s)); the training data has {', '.join(expected)} there. Change these "
-                    "rows, or drop them."
+                problems.append(
+                    f"column {column!r} has {str(unknown.iloc[0])!r} (in {len(unknown)} row(s)), "
+                    f"where the training data has {', '.join(expected)}"
                 )
-        inputs |= {indicator(column): absent[column] for column in self.missing}
+        if problems:
+            raise ValueError(f"{name}: {'; '.join(problems)}. Correct these rows, or drop them.")
+        inputs += [absent[column] for column in self.missing]
         with np.errstate(over="ignore"):  # infinite values are named later
-            x = [values.to_numpy(dtype="float64").astype("float32") for values in inputs.values()]
+            x = [values.to_numpy(dtype="float64").astype("float32") for values in inputs]
         return torch.from_numpy(np.stack(x, 1))
 
     def read(self, path: str | Path) -> Any:
@@ -107,7 +109,7 @@ def indicator(column: str) -> str:
 
 
 def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
-    """A data frame of a file; errors as for `TableEncoding.read`."""
+    """A data frame of a file; errors as for `TableEncoding.read`, and for columns of one name."""
     with extra("tables"):
         import pandas
 
@@ -117,8 +119,12 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
     is_parquet = path.suffix == ".parquet"
     try:
         if is_parquet:
-            return pandas.read_parquet(path)
-        header = list(map(str, pandas.read_csv(path, nrows=0)))
+            frame = pandas.read_parquet(path)
+            _check_unique(list(frame.columns))
+            return frame
+        # As text: from a header pandas makes other names for doubled columns.
+        first = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
+        header = first.iloc[0].tolist()
         # Of names without a comma. First, as rows with decimal commas would be misread.
         if len(header) == 1 and (separators := [s for s in SEPARATORS if s in header[0]]):
             raise ValueError(
@@ -126,8 +132,35 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
                 f"commas, as by pandas.read_csv(path, sep={separators[0]!r}).to_csv(path, "
                 "index=False)"
             )
-        return pandas.read_csv(path, dtype=dtypes)  # pyright: ignore
+        _check_unique(header)
+        frame = pandas.read_csv(path, dtype=dtypes)  # pyright: ignore
+        # If rows have more values than the header has names, pandas takes their first values as an
+        # index. That is right for no file: each value would get the name of its left neighbour.
+        has_index = len(frame) > 0 and not isinstance(frame.index, pandas.RangeIndex)
+        if num_more := frame.index.nlevels * has_index:
+            if frame.iloc[:, -num_more:].notna().to_numpy().any():
+                raise ValueError(
+                    f"its first line has {len(header)} names, and rows have "
+                    f"{len(header) + num_more} values. Name each column; if the first values are "
+                    "names of rows, remove them"
+                )
+            with warnings.catch_warnings():  # of the values that are lost: they are empty
+                warnings.simplefilter("ignore", pandas.errors.ParserWarning)
+                frame = pandas.read_csv(path, dtype=dtypes, index_col=False)  # pyright: ignore
+        while header[-1:] == [""] and frame.iloc[:, len(header) - 1].isna().all():
+            frame = frame.iloc[:, : len(header) - 1]  # of a comma at the end of each line
+            header.pop()
+        return frame
     except (ValueError, OSError) as error:  # pandas' parsers and pyarrow raise subclasses
         reason = str(error).partition("\n")[0]
         kind = "Parquet" if is_parquet else "CSV"
         raise ValueError(f"'{path}' cannot be read as {kind} ({reason}).") from error
+
+
+def _check_unique(names: list[Any]) -> None:
+    """Raise a ValueError if columns have the same name."""
+    if doubled := [name for name in dict.fromkeys(names) if names.count(name) > 1 and name != ""]:
+        raise ValueError(
+            f"it has several columns with the name {', '.join(map(repr, doubled))}. Rename them, "
+            "or keep one of each"
+        )

@@ -3,7 +3,7 @@
 import re
 import warnings
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,7 +12,7 @@ import torch
 
 from kfac_backend.extras import extra
 from kfac_backend.options import check_option
-from marglik.data.encoding import TableEncoding, indicator, read_frame
+from marglik.data.encoding import TableEncoding, read_frame
 from marglik.data.files import in_float32
 from marglik.data.splits import DataSource, Splits, check_fraction, divided
 
@@ -35,6 +35,7 @@ class TableFile(DataSource):
     Args:
         path: the file; one that ends in .parquet is read as Parquet, others as CSV.
         target: name of the column to predict; the last one if not given.
+        drop: names of columns that are no inputs, such as ids and dates: "[id, date]".
         classes: whether the target is a class; if not given, whether it is text, yes or no, or
             integers.
         standardise: whether a target that is no class is standardised; not for counts (poisson).
@@ -47,11 +48,12 @@ class TableFile(DataSource):
         name: name of the data in tables and figures; the file's name if not given.
 
     Raises:
-        ValueError: if a fraction is out of range.
+        ValueError: if a fraction is out of range, or ``drop`` names the target.
     """
 
     path: str | Path
     target: str | None = None
+    drop: str | list[str] = field(default_factory=list)
     classes: bool | None = None
     standardise: bool = True
     missing: Missing = "indicator"
@@ -64,6 +66,9 @@ class TableFile(DataSource):
         check_fraction("test_fraction", self.test_fraction, zero=False)
         check_fraction("validation", self.validation)
         check_option("missing", self.missing, Missing)
+        self.drop = [self.drop] if isinstance(self.drop, str) else list(self.drop)
+        if self.target in self.drop:
+            raise ValueError(f"drop={self.drop} names the target; drop other columns.")
         self.path = Path(self.path).expanduser()
         self.name = self.name or self.path.stem
         self._encoding: TableEncoding | None = None
@@ -80,7 +85,8 @@ class TableFile(DataSource):
         Raises:
             FileNotFoundError: if there is no such file.
             ValueError: if it cannot be read, or has no such column; missing or infinite values; too
-                many texts in a column; a class with too few rows.
+                many texts in a column; a class with too few rows. One error names all columns that
+                cannot be inputs.
         """
         splits = divided(self._whole(), self.test_fraction, self.validation, self.seed)
         if self._encoding is None:
@@ -109,9 +115,12 @@ class TableFile(DataSource):
         """The data with the training part's medians in the place of missing numbers."""
         if (table := splits.table) is None or self._encoding is not None:
             return splits
-        medians, places = dict(table.numbers), {c: i for i, c in enumerate(table.columns)}
-        for column in filter(table.numbers.__contains__, table.missing):
-            where, i = places[indicator(column)], places[column]
+        # Numbers come first, and what says where columns lack values last.
+        medians, names = dict(table.numbers), list(table.numbers)
+        for where, column in enumerate(table.missing, len(table.columns) - len(table.missing)):
+            if column not in names:
+                continue
+            i = names.index(column)
             values = splits.train[0][splits.train[0][:, where] == 0, i]
             if len(values):
                 medians[column] = float(np.median(values.numpy()))
@@ -144,20 +153,28 @@ class TableFile(DataSource):
             import pandas
 
         frame = read_frame(self.path) if self._encoding is None else self._encoding.read(self.path)
-        last = frame.columns[-1] if self._encoding is None else self._encoding.target
-        target = last if self.target is None else self.target
+        if self._encoding is None:
+            if unknown := [name for name in self.drop if name not in frame]:
+                raise ValueError(
+                    f"'{self.path}' has no column(s) {', '.join(unknown)} to drop; it has "
+                    f"{', '.join(map(str, frame.columns))}."
+                )
+            frame = frame.drop(columns=self.drop)
+        last = frame.columns[-1:] if self._encoding is None else [self._encoding.target]
+        target = next(iter(last), None) if self.target is None else self.target
         if target not in frame or len(frame.columns) < 2:
             raise ValueError(
                 f"'{self.path}' has the columns {', '.join(map(str, frame.columns))}; target must "
                 f"be one of two or more, not {target!r}."
             )
-        y = frame[target]
+        y, problems = frame[target], []
         if (lacking := int(y.isna().sum())) > 0:
-            raise ValueError(
-                f"'{self.path}': {lacking} row(s) lack the target {target!r}; drop them, or fill "
-                "them in."
+            problems.append(
+                f"{lacking} row(s) lack the target {target!r}; drop them, or fill them in."
             )
-        encoding = self._encoding or self._fitted(frame.drop(columns=target), y)
+        encoding = self._encoding or self._fitted(frame.drop(columns=target), y, problems)
+        if problems:
+            raise ValueError(f"'{self.path}': {' '.join(problems)}")
         x = encoding.encode(frame, f"'{self.path}'")
         if encoding.classes is None:
             targets = torch.tensor(y.to_numpy(dtype="float64"))[:, None]
@@ -173,68 +190,89 @@ class TableFile(DataSource):
         classes = None if encoding.classes is None else tuple(encoding.classes)
         return Splits((x, targets), None, (x, targets), self.name, classes, table=encoding)
 
-    def _refuse_decimal_commas(self, column: Any, texts: list[str]) -> None:
-        """Raise a ValueError for texts that are numbers, which would become categories."""
-        numbers = [text for text in texts if DECIMAL_COMMA.fullmatch(text.strip())]
-        if 2 * len(numbers) > len(texts):
-            raise ValueError(
-                f"'{self.path}': column {column!r} has numbers with a comma, such as "
-                f"{numbers[0]!r}, which pandas reads as text. Write decimal points; if they are "
-                "meant as text, put a letter in front of each."
-            )
+    def _fitted(self, inputs: Any, y: Any, problems: list[str]) -> TableEncoding:
+        """The encoding of this file; its medians are of all rows, until these are divided.
 
-    def _fitted(self, inputs: Any, y: Any) -> TableEncoding:
-        """The encoding of this file; its medians are of all rows, until these are divided."""
+        Args:
+            inputs: the data frame without the target.
+            y: the target.
+            problems: sentences about columns that stop the run, to which it adds its own.
+        """
         with extra("tables"):
             import pandas
 
         lacking = inputs.isna().sum()
         missing = [column for column in inputs if lacking[column]]
-        numbers, texts = {}, {}
+        numbers, texts, unfit = {}, {}, []
         for column, values in inputs.items():
+            name = str(column)
             if values.dtype.kind in "mMc":
-                raise ValueError(
-                    f"'{self.path}': column {column!r} has {values.dtype}; columns are numbers, "
-                    "yes or no, or text. Make it a number, or drop it."
-                )
-            if lacking[column] == len(values):
-                raise ValueError(f"'{self.path}': column {column!r} has no values; drop it.")
-            if pandas.api.types.is_numeric_dtype(values):  # as are yes and no
+                problem = f"has {values.dtype}; make it a number."
+            elif lacking[column] == len(values):
+                problem = "has no values."
+            elif pandas.api.types.is_numeric_dtype(values):  # as are yes and no
                 present = values.dropna().to_numpy(dtype="float64")
-                in_float32(f"'{self.path}': column {column!r}", present)
-                numbers[str(column)] = float(np.median(present))
+                numbers[name] = float(np.median(present))
+                problem = _problem_of_numbers(present)
             else:
-                texts[str(column)] = sorted(values.dropna().astype(str).unique())
-                self._refuse_decimal_commas(column, texts[str(column)])
-                if (count := len(texts[str(column)])) > MOST_CATEGORIES:
-                    raise ValueError(
-                        f"'{self.path}': column {column!r} has {count} different texts, more than "
-                        f"{MOST_CATEGORIES}. Drop it, or give it fewer values."
+                texts[name] = sorted(values.dropna().astype(str).unique())
+                problem = _decimal_commas(texts[name])
+                if not problem and (count := len(texts[name])) > MOST_CATEGORIES:
+                    problem = (
+                        f"has {count} different texts, more than {MOST_CATEGORIES}; give it fewer "
+                        "values."
                     )
-        if missing:
-            rows = ", ".join(
-                f"{lacking[column]} row(s) lack column {column!r}" for column in missing
+            if problem:
+                unfit.append(name)
+                problems.append(f"Column {column!r} {problem}")
+        if unfit:
+            names = ", ".join(unfit)
+            problems.append(f'Or drop them: --data.drop "[{names}]" (in Python drop={unfit}).')
+        rows = ", ".join(f"{lacking[column]} row(s) lack column {column!r}" for column in missing)
+        if missing and self.missing == "error":
+            problems.append(
+                f"{rows}; drop them, fill them in, or pass --data.missing indicator (in Python "
+                "missing='indicator')."
             )
-            if self.missing == "error":
-                raise ValueError(
-                    f"'{self.path}': {rows}; drop them, fill them in, or pass --data.missing "
-                    "indicator (in Python missing='indicator')."
+        classes = None
+        if self.classes is None and not pandas.api.types.is_numeric_dtype(y):
+            if problem := _decimal_commas(list(y.dropna().astype(str).unique())):
+                problems.append(f"The target {y.name!r} {problem}")
+        if y.dtype.kind != "f" if self.classes is None else self.classes:
+            values = pandas.factorize(y, sort=True)[1]
+            if self.classes is None and y.dtype.kind in "iu" and len(values) > MOST_CATEGORIES:
+                problems.append(
+                    f"The target {y.name!r} has {len(values)} different integers. Pass "
+                    "--data.classes false if they are numbers, true if they are classes (in "
+                    "Python classes=False or True)."
                 )
+            classes = [str(value) for value in values]
+        if missing and not problems:
             warnings.warn(
                 f"'{self.path}': {rows}. A further column says where, and the training part's "
                 "median stands for numbers; --data.missing error refuses them.",
                 stacklevel=2,
             )
-        classes = None
-        if self.classes is None and not pandas.api.types.is_numeric_dtype(y):
-            self._refuse_decimal_commas(y.name, list(y.astype(str).unique()))
-        if y.dtype.kind != "f" if self.classes is None else self.classes:
-            values = pandas.factorize(y, sort=True)[1]
-            if self.classes is None and y.dtype.kind in "iu" and len(values) > MOST_CATEGORIES:
-                raise ValueError(
-                    f"'{self.path}': the target {y.name!r} has {len(values)} different integers. "
-                    "Pass --data.classes false if they are numbers, true if they are classes (in "
-                    "Python classes=False or True)."
-                )
-            classes = [str(value) for value in values]
         return TableEncoding(str(y.name), numbers, texts, [str(c) for c in missing], classes)
+
+
+def _problem_of_numbers(values: np.ndarray) -> str:
+    """Why a column of numbers cannot be an input; empty if it can."""
+    if infinite := int(np.isinf(values).sum()):
+        return f"has {infinite} infinite value(s); correct them, or drop their rows."
+    try:
+        in_float32("", values)
+    except ValueError as error:
+        return str(error).strip()
+    return ""
+
+
+def _decimal_commas(texts: list[str]) -> str:
+    """Why texts that are numbers cannot be categories; empty if they are none."""
+    numbers = [text for text in texts if DECIMAL_COMMA.fullmatch(text.strip())]
+    if 2 * len(numbers) <= len(texts):
+        return ""
+    return (
+        f"has numbers with a comma, such as {numbers[0]!r}, which pandas reads as text. Write "
+        "decimal points; if they are meant as text, put a letter in front of each."
+    )

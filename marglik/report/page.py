@@ -13,7 +13,7 @@ from kfac_backend.extras import extra
 from marglik.report.contents import Run, read_runs
 from marglik.report.sections import SECTIONS
 from marglik.report.tables import NOTHING, duration, number
-from marglik.storage.run_folder import REPORT
+from marglik.storage.run_folder import ALL, REPORT, run_folder_of
 
 with extra("report"):
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -37,7 +37,7 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
     Raises:
         FileNotFoundError: a folder that does not exist.
         ValueError: no folder, a folder given twice, a folder that is not of a run, a damaged file
-            in it, or an output that is a folder.
+            in it, or an output that is a folder or a run's own file.
     """
     runs = read_runs([Path(folder) for folder in folders])
     first = runs[0].folder
@@ -45,6 +45,8 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
     path = path if output is None else Path(output)
     if path.is_dir():
         raise ValueError(f"{path} is a folder; pass a file such as {path / REPORT}.")
+    if path.name in set(ALL) - {REPORT} and run_folder_of(path) is not None:
+        raise ValueError(f"{path} is a file of a run, which a page never replaces; pass another.")
     write_file(path, _render(runs).encode("utf-8"))
     return path
 

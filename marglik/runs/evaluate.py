@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from kfac_backend.atomic_files import file_sum
 from marglik.data import DataSource, Splits
 from marglik.data.batches import split_batches
 from marglik.data.out_of_distribution import out_of_distribution_images
@@ -25,8 +26,10 @@ from marglik.runs.results import calibration_in_units, evaluation_in_units
 from marglik.specification import build_from_spec
 from marglik.storage.run_folder import (
     ENSEMBLE,
-    read_evaluation,
+    EVALUATION,
+    POSTERIOR,
     read_posterior,
+    read_record,
     read_results,
     write_evaluation,
 )
@@ -107,7 +110,13 @@ def evaluate_run(
     folder = Path(output or path)
     # Now, since the report at the end would find the same errors only after the work.
     read_results(folder)
-    read_evaluation(folder)
+    read_record(folder / EVALUATION)
+    posterior = folder / POSTERIOR
+    if posterior.is_file() and file_sum(posterior) != file_sum(Path(path) / POSTERIOR):
+        raise ValueError(
+            f"{folder} holds another posterior than {path}: an evaluation there would be taken for "
+            "that one's. Pass another --output."
+        )
 
     # Step 2: what is not calibrated yet, and the metrics.
     calibrated: dict[str, CalibrationRecord] = {}
@@ -125,7 +134,7 @@ def evaluate_run(
     )
     evaluation = evaluation_in_units(evaluation, splits)
     evaluation = replace(evaluation, num_seen=num_seen(splits, record["data"]))
-    write_evaluation(folder, evaluation)
+    write_evaluation(folder, evaluation, Path(path))
     return replace(evaluation, output=str(folder), calibrated=calibrated)
 
 

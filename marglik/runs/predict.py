@@ -1,5 +1,6 @@
 """What `marglik predict` does: predictions for the rows of a new table, in its target's units."""
 
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,10 +20,13 @@ from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 from marglik.runs.build import device_of
 from marglik.runs.config import Accelerator, check_seed
 from marglik.runs.evaluate import saved_object
-from marglik.storage.run_folder import read_posterior
+from marglik.storage.run_folder import read_posterior, run_folder_of
 
 LEVEL = 0.9
 """Of the intervals of numbers."""
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""How a text begins that spreadsheets run as a formula, unless it is a number."""
 
 
 def predict_rows(
@@ -42,12 +46,13 @@ def predict_rows(
     others are left out, such as the target. The output has a line for each row, in their order. For
     classes it has the most probable one ("predicted") and the probability of each ("p(NAME)"); for
     numbers "mean" and "std" of a new target, and the ends of its 90 % interval where it is Gaussian
-    ("low", "high"), in the units of the file. Returns what was written where.
+    ("low", "high"), in the units of the file. A class whose name a spreadsheet would run as a
+    formula, such as "=1+1", gets an apostrophe in front. Returns what was written where.
 
     Args:
         path: folder that marglik train or marglik fit has written.
         rows: CSV or Parquet file with the columns that the network was trained on.
-        output: CSV file to write the predictions to.
+        output: CSV file to write the predictions to, outside of all folders of runs.
         model: class of the network. It must be named if it is your own, as the folder alone may not
             choose what code runs.
         predictive: how the posterior predicts.
@@ -59,9 +64,9 @@ def predict_rows(
     Raises:
         FileNotFoundError: no such folder or file.
         FileExistsError: the output exists.
-        ValueError: the output is the file of the rows; a run that is not of a table; a missing
-            column, or a value that was not in the training data, or is so large that the
-            prediction is no number.
+        ValueError: the output is the file of the rows, or in the folder of a run; a run that is not
+            of a table; a missing column, or a value that was not in the training data, or is so
+            large that the prediction is no number.
     """
     check_seed(seed)
     if Path(output).resolve() == Path(rows).resolve():
@@ -69,6 +74,13 @@ def predict_rows(
             f"{output} is the file of the rows, which the predictions would replace; pass another "
             "--output."
         )
+    if (folder := run_folder_of(Path(output))) is not None:
+        raise ValueError(
+            f"{output} is in {folder}, the folder of a run, whose files predict never changes; "
+            "pass an --output elsewhere."
+        )
+    if Path(output).is_dir():
+        raise ValueError(f"{output} is a folder; pass a file in it as --output.")
     if Path(output).exists() and not overwrite:
         raise FileExistsError(f"{output} exists; pass --overwrite, or another --output.")
     record = read_posterior(path)
@@ -120,6 +132,12 @@ def _refuse_largest(x: Tensor, model: nn.Module, encoding: TableEncoding, rows: 
     )
 
 
+def _no_formula(text: str) -> str:
+    """A text as a cell that spreadsheets show instead of running it; numbers stay as they are."""
+    is_formula = text.startswith(FORMULA) and not NUMBER.fullmatch(text)
+    return f"'{text}" if is_formula else text
+
+
 def _columns(
     prediction: Prediction,
     likelihood: Likelihood,
@@ -130,7 +148,7 @@ def _columns(
     if encoding.classes is not None and likelihood.kind == "classes":
         most = prediction.mean.argmax(1).tolist()
         probabilities = zip(encoding.classes, prediction.mean.T.tolist(), strict=True)
-        return {"predicted": [encoding.classes[k] for k in most]} | {
+        return {"predicted": [_no_formula(encoding.classes[k]) for k in most]} | {
             f"p({name})": p for name, p in probabilities
         }
     if likelihood.kind == "binary":

@@ -126,7 +126,7 @@ def train(
         if is_table and baseline is not False:
             results = trainings.compare_with_simple_models(setup, results, scores)
         if leads:
-            write_evaluation(folder, evaluation)
+            write_evaluation(folder, evaluation, folder)
             write_results(folder, results)  # now, since the plain network may fail
         is_cheap, no_verdict = _cost_of_plain(setup, outcome, seconds)
         baseline = is_cheap if baseline is None else baseline

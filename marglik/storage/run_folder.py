@@ -2,14 +2,16 @@
 
 A record is JSON with the SHA-256 sums of its own content and of files beside it. It is written
 after these, in one step: if it exists, they are complete. `results.json` has the sums of options,
-log and posterior; `posterior.json` those of its tensors; `evaluation.json` its own. `report.html`
-is made from the others, and nothing reads it again. One command at a time may write to a folder.
+log and posterior; `posterior.json` those of its tensors; `evaluation.json` its own, and as
+``posterior`` that of the evaluated `posterior.json`. `report.html` is made from the others, and
+nothing reads it again. One command at a time may write to a folder.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,15 +119,31 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
         )
 
 
+def run_folder_of(path: Path) -> Path | None:
+    """The folder of a run that a file at this path would lie in, at any depth; None if in none.
+
+    A folder with an empty folder `CHECKPOINT` alone is none: it may be anyone's.
+    """
+    for folder in path.parent.resolve().joinpath(path.name).parents:
+        if _has_record(folder) or (_names_of_states(folder) and _is_of_run(folder)):
+            return folder
+    return None
+
+
 def _is_of_run(folder: Path) -> bool:
     """Whether a folder has a record of ours, or the checkpoints of a run that has not ended."""
+    names = _names_of_states(folder)
+    return _has_record(folder) or (names is not None and all(map(STATES.fullmatch, names)))
+
+
+def _has_record(folder: Path) -> bool:
+    """Whether a folder has a record of ours."""
     for name in RECORDS:
         with suppress(OSError, ValueError, TypeError, KeyError):
             record = parse_json((folder / name).read_bytes()) if (folder / name).is_file() else {}
             if record["format"] == _format(folder / name):
                 return True
-    names = _names_of_states(folder)
-    return names is not None and all(map(STATES.fullmatch, names))
+    return False
 
 
 def _names_of_states(folder: Path) -> list[str] | None:
@@ -169,14 +187,25 @@ def write_record(path: Path, record: dict[str, Any], sums: Mapping[str, str] | N
     return write_json(path, record | {"sha256": files | {path.name: _sum_of(record, files)}})
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Write ``evaluation.json``."""
+def write_evaluation(folder: Path, evaluation: Evaluation, run: Path) -> None:
+    """Write ``evaluation.json``, with the sum of the posterior in the folder of its run."""
+    evaluation = replace(evaluation, posterior=file_sum(run / POSTERIOR))
     write_record(folder / EVALUATION, to_json(evaluation))
 
 
 def read_evaluation(folder: Path) -> Evaluation | None:
-    """The content of ``evaluation.json``; see `read_record`. None if there is no such file."""
-    return _read_as(Evaluation, folder / EVALUATION)
+    """The content of ``evaluation.json``; see `read_record`. None if there is no such file.
+
+    Raises:
+        ValueError: it is of another posterior than the one in the folder; and as `read_record`.
+    """
+    evaluation, posterior = _read_as(Evaluation, folder / EVALUATION), folder / POSTERIOR
+    if evaluation and posterior.is_file() and evaluation.posterior != file_sum(posterior):
+        raise ValueError(
+            f"{folder / EVALUATION} is an evaluation of another posterior than {POSTERIOR} beside "
+            f"it. Remove it, then run marglik evaluate {folder}."
+        )
+    return evaluation
 
 
 def write_results(folder: Path, results: Results) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from sklearn.base import clone
 from sklearn.datasets import make_friedman1
 from sklearn.model_selection import train_test_split
 from sklearn.utils.estimator_checks import check_estimator
@@ -26,15 +27,16 @@ def network(outputs):
     return nn.Sequential(nn.Linear(COLUMNS, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "heteroscedastic"])
 def test_predictions_are_those_of_the_direct_calls(likelihood):
     """`marglik_training`, `calibrate`, then a fit to all, on columns that numpy standardises."""
     is_classes = likelihood == "classification"
     options = {"epochs": 6, "random_state": np.random.RandomState(1), "held_out": 0.25}
     expected_seed = np.random.RandomState(1).randint(2**31)
-    kind, outputs = (MarglikClassifier, 3) if is_classes else (MarglikRegressor, 1)
+    kind = MarglikClassifier if is_classes else MarglikRegressor
+    outputs = {"classification": 3, "regression": 1, "heteroscedastic": 2}[likelihood]
     y = LABELS if is_classes else Y
-    found = kind(network(outputs), **options).fit(X, y)
+    found = clone(kind(network(outputs), likelihood=likelihood, **options)).fit(X, y)
 
     inputs = torch.tensor((X - X.mean(0)) / X.std(0))
     if is_classes:
@@ -64,7 +66,13 @@ def test_predictions_are_those_of_the_direct_calls(likelihood):
     else:
         mean, std = map(torch.tensor, found.predict(X[:9], return_std=True))
         torch.testing.assert_close(mean, f[:, 0] * Y.std() + Y.mean())
-        total = s * variance + fit.calibration.sigma_noise**2
+        if outputs == 2:  # E N² exp(k u), with the learned numbers
+            n, k = (laplace.likelihood.parameters[name] for name in ("noise", "strength"))
+            assert k != 1 and n != 1 and f[:, 1].std() > 0.01
+            total = n**2 * (k * f[:, 1:] + 0.5 * k**2 * s * variance[:, 1:]).exp()
+            total = total + s * variance[:, :1]
+        else:
+            total = s * variance + fit.calibration.sigma_noise**2
         torch.testing.assert_close(std, total[:, 0].sqrt() * Y.std())
     assert found.posterior_.n_data == N
 
@@ -134,6 +142,8 @@ def test_what_does_not_fit_is_named():
     )
     probabilities = one.fit(x, y).predict_proba(x)
     assert probabilities.shape == (60, 3) and probabilities.std() > 0.01
+    with pytest.raises(ValueError, match="likelihood='poisson': .*'regression' or 'heteros"):
+        MarglikRegressor(likelihood="poisson").fit(x, x[:, 0])
     numbers = MarglikRegressor(epochs=1).fit(x, x[:, 0])
     for level in (90, -0.5):
         with pytest.raises(ValueError, match="level lies between 0 and 1"):

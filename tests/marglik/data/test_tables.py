@@ -228,20 +228,23 @@ WRONG = {
         r"1 row\(s\) lack column 'size', 1 row\(s\) lack column 'town'; .*missing indicator",
     ),
     "no values": ({"size": [None] * N}, "'size' has no values"),
-    "infinite number": ({"size": [math.inf] + [1.5] * (N - 1)}, r"x_\w+ holds 1 value\(s\)"),
+    "infinite number": (
+        {"size": [math.inf] + [1.5] * (N - 1)},
+        r"'size' has 1 infinite value\(s\)",
+    ),
     "many classes": ({"price": range(N)}, "'price' has 60 different integers.*classes false"),
     "one row of a class": ({"price": ["x"] + ["y"] * (N - 1)}, "class 'x' has 1 example"),
     "large numbers": (
         {"size": [1e160, *range(1, N)]},
-        r"column 'size' has values from 1 to 1e\+16",
+        r"'size' has values from 1 to 1e\+16",
     ),
     "small numbers": (
         {"size": [1e-170 * i for i in range(N)]},
-        "column 'size' has values .*divide them by",
+        "'size' has values .*divide them by",
     ),
     "close numbers": (
         {"size": [1.7e9 + i for i in range(N)]},
-        "column 'size' .*deviation of 17.3.*Subtract",
+        "'size' .*deviation of 17.3.*Subtract",
     ),
     "numbers that are nearly none": (
         {"price": [5e-324 * (i % 2) for i in range(N)]},
@@ -256,6 +259,23 @@ WRONG = {
         "'price' has numbers with a comma",
     ),
     "texts": ({"town": [f"{i} Long Street" for i in range(N)]}, "'town' has 60 different texts"),
+    "several columns": (
+        {
+            "id": [f"h{i}" for i in range(N)],
+            "empty": None,
+            "rooms": [None] + [1.5] * (N - 1),
+            "price": [None] + [1.5] * (N - 1),
+            "target": "price",
+            "missing": "error",
+        },
+        r"1 row\(s\) lack the target 'price'.*Column 'id' has 60 .*Column 'empty' has no values.*"
+        r'--data.drop "\[id, empty\]" .*1 row\(s\) lack column \'rooms\'',
+    ),
+    "dropped column": (
+        {"drop": ["town", "rent"]},
+        r"no column\(s\) rent to drop; it has size, rooms",
+    ),
+    "dropped target": ({"drop": "price", "target": "price"}, r"drop=\['price'\] names the target"),
 }
 
 
@@ -263,7 +283,7 @@ WRONG = {
 def test_wrong_tables_are_named(case, tmp_path, monkeypatch):
     monkeypatch.setattr("marglik.data.tables.MOST_CATEGORIES", 10)
     changes, message = WRONG[case]
-    options = {key: changes[key] for key in ("target", "missing") if key in changes}
+    options = {key: changes[key] for key in ("target", "missing", "drop") if key in changes}
     columns = {key: value for key, value in changes.items() if key not in options}
     frame().assign(**columns).to_csv(tmp_path / "houses.csv", index=False)
     with pytest.raises(ValueError, match=message):
@@ -286,6 +306,76 @@ def test_wrong_tables_are_named(case, tmp_path, monkeypatch):
     Path("bad.csv").write_text('a,b\n1,"2')
     with pytest.raises(ValueError, match="cannot be read as CSV .*EOF"):
         TableFile("bad.csv").load()
+    Path("bad.csv").write_text("a,b,a\n1,2,3\n")
+    with pytest.raises(ValueError, match="several columns with the name 'a'"):
+        TableFile("bad.csv").load()
+    Path("bad.csv").write_text("a,b\n1,2,\n1,2,3\n")
+    with pytest.raises(ValueError, match="first line has 2 names, and rows have 3 values"):
+        TableFile("bad.csv").load()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("comma", [",", ",,"])
+def test_commas_at_the_ends_of_lines_add_no_column(first, comma, tmp_path):
+    """Neither of all lines nor of those after the first, by which pandas shifts all columns."""
+    frame().to_csv(tmp_path / "houses.csv", index=False)
+    lines = (tmp_path / "houses.csv").read_text().splitlines()
+    lines = [line + comma * (number >= first) for number, line in enumerate(lines)]
+    (tmp_path / "commas.csv").write_text("\n".join(lines))
+    expected, found = (TableFile(tmp_path / f"{name}.csv").load() for name in ("houses", "commas"))
+    assert found.table == expected.table
+    for part in ("train", "test"):
+        assert all(map(torch.equal, getattr(found, part), getattr(expected, part)))
+    if first:  # the control: the values of a column come from its right neighbour
+        assert pandas.read_csv(tmp_path / "commas.csv").price.isna().all()
+
+
+def test_encoded_columns_of_equal_names_are_apart(tmp_path):
+    """Those of a = "b_c" and a_b = "c", and a column with the name of an indicator."""
+    random = np.random.default_rng(2)
+    table = pandas.DataFrame({
+        "a": random.choice(["b_c", "d"], N), "a_b": random.choice(["c", "d"], N),
+        "a_d": random.normal(size=N), "x": random.normal(size=N),
+        "x is missing": random.normal(size=N), "y": random.normal(size=N),
+    })  # fmt: skip
+    table.loc[::7, "x"] = None
+    table.to_csv(tmp_path / "table.csv", index=False)
+    with pytest.warns(UserWarning, match="lack column 'x'"):
+        splits = TableFile(tmp_path / "table.csv").load()
+    assert splits.table is not None
+    x = torch.cat([splits.train[0], splits.test[0]])
+    train = splits.indices_in_source.tolist()
+    ordered = table.iloc[[*train, *sorted({*range(N)} - {*train})]]
+    training = ordered["x"][: len(train)]
+    expected = [
+        ordered.a_d, ordered.x.fillna(np.median(training.dropna())), ordered["x is missing"],
+        ordered.a == "b_c", ordered.a == "d", ordered.a_b == "c", ordered.a_b == "d",
+        ordered.x.isna(),
+    ]  # fmt: skip
+    torch.testing.assert_close(x, torch.from_numpy(np.column_stack(expected).astype("float32")))
+    # The control: the names alone do not tell these columns apart.
+    names = splits.table.columns
+    assert names.count("a_b_c") == names.count("x is missing") == names.count("a_d") == 2
+
+
+def test_dropped_columns_are_no_inputs(tmp_path):
+    dates = pandas.date_range("2020-01-01", periods=N).astype(str)
+    frame().assign(id=[f"h{i}" for i in range(N)], date=dates).to_csv("rows.csv", index=False)
+    frame().to_csv("without.csv", index=False)
+    splits, expected = (
+        TableFile("rows.csv", drop=["id", "date"]).load(),
+        TableFile("without.csv").load(),
+    )
+    assert splits.table == expected.table and torch.equal(splits.train[0], expected.train[0])
+    record = json.loads(json.dumps(data_record(splits)))  # other rows need not have these columns
+    again = data_to_evaluate(TableFile("without.csv", drop=["id", "date"]), record)
+    assert torch.equal(again.test[0], splits.test[0])
+    data = ["--data", "TableFile", "--data.path", "rows.csv", "--data.drop", "[id, date]"]
+    options = ["--likelihood", "regression", "--epochs", "1", "--no_baseline", "--no_progress"]
+    assert (
+        main(["train", "--model", "MLP", *data, *options, "--output", str(tmp_path / "run")]) == 0
+    )
+    assert load_posterior(tmp_path / "run").model.mean.numel() == 5
 
 
 def test_train_infers_sizes_and_saves_a_network_that_takes_rows(tmp_path):

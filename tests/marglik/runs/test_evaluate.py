@@ -1,9 +1,11 @@
 """`marglik evaluate`: what a saved posterior predicts, and with which calibration."""
 
 import json
+import shutil
 
 import pytest
 
+from kfac_backend.atomic_files import file_sum
 from marglik.cli import main
 from marglik.data import DataSource
 from marglik.data.batches import split_batches
@@ -76,6 +78,25 @@ def test_what_was_trained_on_is_said_to_be(run, tmp_path, capsys):
     )  # fmt: skip
     evaluate(run, *DATA)  # the control: its own test part, named
     assert evaluated(run).num_seen == 0 and "trained on" not in capsys.readouterr().out
+
+
+def test_an_evaluation_belongs_to_its_posterior(run, tmp_path, capsys):
+    """It carries the sum of its posterior, and is not reported beside another one."""
+    own = evaluated(run).posterior
+    assert own == file_sum(run / "posterior.json")
+    other = tmp_path / "other"
+    posterior = load_posterior(run, MLP(64, (6,), 3))
+    posterior.prior_precision = 3.0
+    save_posterior(posterior, other)
+    message = refusal(capsys, "evaluate", str(run), *QUIET, "--output", str(other))
+    assert "holds another posterior" in message and not (other / "evaluation.json").exists()
+    out = tmp_path / "out"  # the control: a folder without a posterior, which is then of this run
+    evaluate(run, "--methods", "[]", "--output", str(out))
+    assert evaluated(out).posterior == own and main(["report", str(out)]) == 0
+    shutil.copy(run / "evaluation.json", other)
+    assert "of another posterior than posterior.json" in refusal(capsys, "report", str(other))
+    assert main(["evaluate", str(other), *MODEL, *DATA, *QUIET, "--methods", "[]"]) == 0
+    assert evaluated(other).posterior == file_sum(other / "posterior.json") != own
 
 
 def test_a_forged_record_reads_and_fetches_nothing(run, tmp_path, capsys):

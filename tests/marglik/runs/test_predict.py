@@ -8,7 +8,7 @@ import torch
 from marglik import laplace_predictive, load_posterior
 from marglik.cli import main
 from marglik.data import TableFile
-from tests.marglik.runs.command_line import refusal
+from tests.marglik.runs.command_line import content, refusal
 
 N = 80
 TRAIN = ["--model", "MLP", "--model.hidden", "[4]", "--epochs", "2", "--no_baseline"]
@@ -80,6 +80,63 @@ def test_values_that_overflow_are_named(target, tmp_path, capsys):
     arguments = ("predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"))
     assert "The value of column 'size' in row 3, from 0," in refusal(capsys, *arguments)
     assert not (tmp_path / "out.csv").exists()
+
+
+def test_a_comma_at_the_end_of_rows_changes_no_prediction(tmp_path, capsys):
+    run = trained(tmp_path, "price", "regression")
+    expected = predicted(run, houses()[:5], tmp_path)
+    lines = (tmp_path / "new.csv").read_text().splitlines()
+    arguments = ["predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "again.csv")]
+    for more, header in ((",", ""), (",", ","), (",7", ",size")):
+        new = [line + (more if number else header) for number, line in enumerate(lines)]
+        (tmp_path / "new.csv").write_text("\n".join(new))
+        if more == ",":
+            assert main([*arguments, "--overwrite", "--no_progress"]) == 0
+            pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / "again.csv"), expected)
+        else:
+            message = refusal(capsys, *arguments, "--overwrite")
+            assert "several columns with the name 'size'" in message
+
+
+def test_no_command_writes_over_a_runs_files(run, tmp_path, capsys):
+    """Wherever in the folder, by whatever path, a prediction or a page."""
+    before = content(run)
+    (tmp_path / "link").symlink_to(run)
+    for output in (run / "posterior.json", run / "new.csv", run / "sub" / "new.csv",
+                   run / "checkpoint" / "new.csv", tmp_path / "link" / "log.jsonl"):  # fmt: skip
+        arguments = ("predict", str(run), "new.csv", "-o", str(output), "--overwrite")
+        assert f"is in {run.resolve()}, the folder of a run" in refusal(capsys, *arguments)
+    page = ("report", str(run), "--output", str(run / "posterior.json"))
+    assert "a file of a run, which a page never replaces" in refusal(capsys, *page)
+    assert content(run) == before
+    (tmp_path / "checkpoint").mkdir()  # anyone's: the control, which comes to the rows
+    arguments = ("predict", str(run), "new.csv", "-o", str(tmp_path / "out.csv"))
+    assert "not a TableFile" in refusal(capsys, *arguments)
+
+
+def test_names_of_classes_are_no_formulas(tmp_path):
+    """Spreadsheets run a cell that begins with = + - @; a number may."""
+    names = ["=1+1", "+1+A2", "-A2", "@SUM(A2)", "-5", "+1e-3", "A=1"]
+    table = pandas.DataFrame({"x": [100.0 * i for i in range(7)] * 10, "name": names * 10})
+    table.to_csv(tmp_path / "names.csv", index=False)
+    data = [
+        "--data",
+        "TableFile",
+        "--data.path",
+        str(tmp_path / "names.csv"),
+        "--epochs",
+        "60",
+        "--optimizer.lr",
+        "0.05",
+    ]
+    model = ["--model", "MLP", "--model.hidden", "[30]", "--no_baseline", "--no_progress"]
+    run, output = tmp_path / "run", tmp_path / "out.csv"
+    options = ["--likelihood", "classification", "--output", str(run), "--held_out", "0"]
+    assert main(["train", *model, *data, *options]) == 0
+    assert main(["predict", str(run), str(tmp_path / "names.csv"), "-o", str(output)]) == 0
+    rows = pandas.read_csv(output)
+    assert [*rows.predicted[:7]] == [*(f"'{name}" for name in names[:4]), "-5", "+1e-3", "A=1"]
+    assert [*rows.columns[1:]] == [f"p({name})" for name in sorted(names)]
 
 
 def test_classes_have_probabilities(tmp_path):
