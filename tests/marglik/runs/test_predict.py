@@ -8,6 +8,7 @@ import torch
 from marglik import laplace_predictive, load_posterior
 from marglik.cli import main
 from marglik.data import TableFile
+from marglik.runs.predict import _no_formula
 from tests.marglik.runs.command_line import content, refusal
 
 N = 80
@@ -116,27 +117,26 @@ def test_no_command_writes_over_a_runs_files(run, tmp_path, capsys):
 
 def test_names_of_classes_are_no_formulas(tmp_path):
     """Spreadsheets run a cell that begins with = + - @; a number may."""
-    names = ["=1+1", "+1+A2", "-A2", "@SUM(A2)", "-5", "+1e-3", "A=1"]
-    table = pandas.DataFrame({"x": [100.0 * i for i in range(7)] * 10, "name": names * 10})
+    cells = {"=1+1": "'=1+1", "@SUM(A2)": "'@SUM(A2)", "-5": "-5"}
+    table = pandas.DataFrame({"x": [0.0, 1.0, 2.0] * 30, "name": [*cells] * 30})
     table.to_csv(tmp_path / "names.csv", index=False)
-    data = [
-        "--data",
-        "TableFile",
-        "--data.path",
-        str(tmp_path / "names.csv"),
-        "--epochs",
-        "60",
-        "--optimizer.lr",
-        "0.05",
-    ]
+    data = ["--data", "TableFile", "--data.path", str(tmp_path / "names.csv"), "--epochs", "30"]
     model = ["--model", "MLP", "--model.hidden", "[30]", "--no_baseline", "--no_progress"]
     run, output = tmp_path / "run", tmp_path / "out.csv"
     options = ["--likelihood", "classification", "--output", str(run), "--held_out", "0"]
-    assert main(["train", *model, *data, *options]) == 0
+    assert main(["train", *model, *data, *options, "--batch_size", "8"]) == 0
     assert main(["predict", str(run), str(tmp_path / "names.csv"), "-o", str(output)]) == 0
-    rows = pandas.read_csv(output)
-    assert [*rows.predicted[:7]] == [*(f"'{name}" for name in names[:4]), "-5", "+1e-3", "A=1"]
-    assert [*rows.columns[1:]] == [f"p({name})" for name in sorted(names)]
+    rows = pandas.read_csv(output, dtype={"predicted": "str"})
+    assert [*rows.columns[1:]] == [f"p({name})" for name in sorted(cells)]
+    predicted = rows.iloc[:, 1:].idxmax(axis=1).str[2:-1]
+    assert [*rows.predicted] == [cells[name] for name in predicted]
+    assert len({*predicted}) == 3  # the control: all of them are predicted
+
+
+@pytest.mark.parametrize("text", ["+1+A2", "-A2", "-", "\t=1", "-inf", "+1e-3", "-.5", "A=1", " ="])
+def test_numbers_and_texts_that_are_no_formulas_stay(text):
+    is_number_or_text = text in ("+1e-3", "-.5", "A=1", " =")
+    assert _no_formula(text) == (text if is_number_or_text else f"'{text}")
 
 
 def test_classes_have_probabilities(tmp_path):
