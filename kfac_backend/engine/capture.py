@@ -37,6 +37,7 @@ from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import Use
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
 from kfac_backend.options import KfacApprox
+from kfac_backend.sharding import detached_parameters
 
 if TYPE_CHECKING:
     from kfac_backend.engine.operations.follower import Follower
@@ -325,13 +326,16 @@ class Capture:
             copies = self.begin(x)
             if self._follows:
                 # Loaded only where there is something to follow.
-                from kfac_backend.engine.operations.copies import follower_of
+                from kfac_backend.engine.operations.follower import Follower
 
-                self.follower = follower_of(self, self._kind_of_follower)
+                kind, N = self._kind_of_follower or Follower, self.runs.num_examples
+                self.follower = kind(self, self.assignment, detached_parameters(self.model), N)
             follower = self.follower
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
                 f = call_with(self.model, self._constants | copies | watched, x)
+            if follower is not None and follower.has_row_groups:
+                self.runs.has_row_groups = True
         if self.assignment.runs:
             self.runs.check_number(self.assignment)
         return f
@@ -389,7 +393,7 @@ class Capture:
                 allow_unused=True,
             )
             # The gradients of followed outputs are complete now.
-            for run in () if self.follower is None else self.follower.copies.vector_done():
+            for run in () if self.follower is None else self.follower.vector_done():
                 self.runs.reached[run.tracked, run.number] = True
             with self.arithmetic():
                 self.sink.vector_done()
@@ -403,6 +407,20 @@ class Capture:
         self.runs.examples.setdefault(tracked, set()).add(number if use.a.dim() else 0)
         with self.arithmetic():
             self.sink.input(tracked, use)
+
+    def add_source(self, leaf: Tensor) -> None:
+        """End backward passes at a leaf, too."""
+        self.sources.add(leaf)
+
+    def report_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Hand the gradient in a use's output to the sink."""
+        with self.arithmetic():
+            self.sink.gradient(tracked, use, b)
+
+    def report_run(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
+        """The output of a function that is a layer's run, ``F.linear(a, weight)``, with hooks."""
+        self.before(tracked)
+        return self.after(tracked, tracked.layer, (a,), {}, output)
 
     def before(self, tracked: TrackedLayer, *_: Any) -> None:
         """The hook before a layer runs, where operations outside of layers are followed."""
@@ -435,7 +453,7 @@ class Capture:
             record.reached[tracked, number] = False
             if not (self.sink.needs_inputs or tracked.rule.needs_input):
                 use = Use(a.new_empty(0))
-            return self.follower.copies.start(self.follower, tracked, number, use, output)
+            return self.follower.start_expression(tracked, number, use, output)
         if isinstance(kind, SharedAxes) and kind.are_those_of(a) and N is not None:
             a, output = kind.for_each_example(a, N), kind.for_each_example(output, N)
         # Step 2: whose example each row is, if row n is not example n.
@@ -506,8 +524,7 @@ class Capture:
             if not b.numel():  # graphs without edges
                 return
             axes = 1 if use.rows is None else len(use.rows.axes)
-            with self.arithmetic():
-                self.sink.gradient(tracked, use, b.flatten(0, axes - 1) if axes > 1 else b)
+            self.report_gradient(tracked, use, b.flatten(0, axes - 1) if axes > 1 else b)
 
         output.register_hook(on_gradient)
         return output

@@ -331,9 +331,10 @@ class Driver:
                 self.sink.part_done(f, y)
         if self.proof.assignment.diagonal and self.sink.takes_example_gradients:
             # Loaded only where such parameters are.
-            from kfac_backend.engine.operations.example_gradients import hand_over_gradients
+            from kfac_backend.engine.operations.example_gradients import report_gradients
 
-            hand_over_gradients(self, x, y)
+            names = self.proof.assignment.diagonal
+            report_gradients(self.model, names, x, lambda f: self.vectors(f, y), self.sink)
         # Counted last: a part that failed must not count.
         self.state.add(f, y, likelihood)
         self.state.loss += loss_sum(f.detach(), y, likelihood)

@@ -72,13 +72,12 @@ class DividedLayer:
     parts: Mapping[str, LinearPart]
 
 
-OperationKind = int | tuple[TrackedLayer, ...] | Literal["computed", "mapped", "refused"]
+OperationKind = int | tuple[TrackedLayer, ...] | Literal["computed", "refused"]
 """What an operation on parameters is.
 
-- an integer: the parameters meet the examples here by broadcasting, and this axis of the output
-  (counted from the end) has its rows;
+- an integer: the operation runs row by row, with a copy of the parameters for each, and this axis
+  of the output (counted from the end) has its rows;
 - layers: the operation is a run of that layer; several are the matrices of a stack, by number;
-- "mapped": a linear operation whose weight is computed from parameters: it runs row by row;
 - "computed": it computes with parameters alone;
 - "refused": it cannot be followed.
 """

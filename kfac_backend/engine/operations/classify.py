@@ -211,7 +211,7 @@ class ClassifyOperations(Follower):
         Raises:
             Refused: it cannot be followed.
         """
-        use = weight_use(call.func, call.args, call.kwargs)
+        use = weight_use(call)
         # Step 1: what has no sizes to compare, or cannot be compared.
         if use is not None and not len(use.a) and self._stored(use.weight):
             return self._layer_of(call, use, use.a.shape)  # an expert to which nothing is routed
@@ -237,7 +237,7 @@ class ClassifyOperations(Follower):
                 raise Refused(f"is the weight of {call}, whose examples do not come first")
             # A layer that is running, which has another parameter, has a rule for its own weight.
             if self.inside or self._stored(use.weight) is None:
-                return "mapped"
+                return axis
             return self._layer_of(call, use, shapes[0])
         if str(call) in PRODUCTS:
             raise Refused(f"meets {call} as a matrix")
@@ -272,12 +272,12 @@ class ClassifyOperations(Follower):
     def _new_layer(self, call: Call, use: WeightUse) -> tuple[TrackedLayer, ...]:
         stored = self._stored(use.weight)
         assert stored is not None
-        name, turned, slot = stored
+        name, transposed, slot = stored
         names = {"weight": name}
         if use.bias is not None and (bias := self._stored(use.bias)):
             names["bias"] = bias.name
         rule: type[Rule] | None = use.rule
-        if turned:
+        if transposed:
             rule = {LinearRule: TransposedLinearRule, TransposedLinearRule: LinearRule}.get(rule)
         matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
         if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:

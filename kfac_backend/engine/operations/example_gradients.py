@@ -2,32 +2,38 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples, num_examples
+from kfac_backend.engine.capture import Sink
 from kfac_backend.engine.model_calls import attempt, call_with, close, forked_random_numbers
-
-if TYPE_CHECKING:
-    from kfac_backend.engine.driver import Driver
 
 ENTRIES = 2**24
 """Of all gradients that are held at a time, at most."""
 
 
-def hand_over_gradients(driver: "Driver", x: Any, y: Tensor) -> None:
-    """Hand a driver's sink the gradients of a part of a batch in parameters without a rule."""
-    model, names = driver.model, driver.proof.assignment.diagonal
+def report_gradients(
+    model: nn.Module,
+    names: Sequence[str],
+    x: Any,
+    vectors_of: Callable[[Tensor], Iterator[Tensor]],
+    sink: Sink,
+) -> None:
+    """Hand a sink the gradients of a batch in parameters without a rule.
+
+    ``vectors_of`` returns the vectors to propagate back from outputs (N, ..., C).
+    """
     with torch.no_grad(), forked_random_numbers(model):
         f = call_with(model, {}, x)
-    vectors = torch.stack(list(driver.vectors(f, y)), 1)  # (N, V, ..., C)
+    vectors = torch.stack(list(vectors_of(f)), 1)  # (N, V, ..., C)
     for _, by_name in gradients_of_examples(
         model, names, x, f, vectors.__getitem__, vectors.shape[1]
     ):
         for name, g in by_name.items():
-            driver.sink.example_gradients(name, g)
+            sink.example_gradients(name, g)
 
 
 def gradients_of_examples(

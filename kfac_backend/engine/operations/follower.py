@@ -7,16 +7,15 @@ the forward pass.
 
 An *expression* is a tensor that depends on followed parameters, and on no example: w itself, 1 + w,
 rows of a table, several biases in one. Where an operation combines it with a tensor that does
-depend on the examples, it *meets* them, in one of three ways:
+depend on the examples, it *meets* them, in one of two ways:
 
-- As the weight of a linear map (``F.linear``, a convolution, an embedding, ``@``). The operation is
-  then treated as a run of a layer with that weight, and gets that layer's rule. The expression must
-  be the parameter as it is stored, or its transpose.
-- As the weight of such a map, but computed: normalised, or standardised. Each example's map runs
-  with a copy of its own (`torch.func.vmap`), and the rest is as below.
-- Otherwise by broadcasting. Each example is then given its own copy of the expression. The gradient
-  of a copy is that of one example, and the expression's own graph takes it on to the parameters. No
-  approximation is made.
+- As the weight of a linear map (``F.linear``, a convolution, an embedding, ``@``), if it is the
+  parameter as it is stored, or its transpose. The operation is then treated as a run of a layer
+  with that weight, and gets that layer's rule.
+- Otherwise each row of the examples gets a copy of the expression, and the operation runs row by
+  row (`torch.func.vmap`): a product with a scale, a sum with a position embedding, a norm, a map
+  whose weight was normalised. The gradient of a copy is that of one row, and the expression's own
+  graph takes each example's sum on to the parameters. No approximation is made.
 
 A layer that runs once for all examples (a table of relative positions), and whose output cannot be
 copied for each example at once, starts an expression as well. Its output is followed as a parameter
@@ -34,30 +33,42 @@ loop may run longer in another batch. What is found is a hypothesis: `proof.veri
 compares the model's output and the gradients before a pass uses it.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.engine.rule_assignment import (
-    LayerRun,
-    Operations,
-    TrackedLayer,
-)
-from kfac_backend.layers import FunctionalLayer, Rule
+from kfac_backend.engine.model_calls import plain_attention
+from kfac_backend.engine.rule_assignment import LayerRun, RuleAssignment, TrackedLayer
+from kfac_backend.layers import FunctionalLayer, Rule, Use
 from kfac_backend.layers.convolution import ConvolutionRule
 from kfac_backend.layers.embedding import EmbeddingRule
+from kfac_backend.layers.rows import current_rows
 from kfac_backend.layers.stacked import by_matrix
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
+from kfac_backend.precision import at_least_float32
 
-if TYPE_CHECKING:
-    from kfac_backend.engine.operations.copies import Copies
+
+class Recorder(Protocol):
+    """The pass that a follower reports to; `Capture` is one."""
+
+    def add_source(self, leaf: Tensor) -> None:
+        """End backward passes at a leaf."""
+
+    def report_input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Hand over a use's input."""
+
+    def report_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Hand over the gradient of one vector in a use's output."""
+
+    def report_run(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
+        """Hand over the run of a function that is a layer's, ``F.linear(a, weight)``."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,34 +153,42 @@ class Follower(TorchFunctionMode):
     """A context in which each operation on followed parameters is treated as `Operations` says.
 
     Args:
-        operations: what each operation is.
-        leaves: name -> a leaf that requires a gradient.
-        copies: makes a copy of an expression for each row.
-        layer: called with a layer, its input and its output; returns the output.
-        once: layers whose output starts an expression, since they run once for all examples.
+        recorder: receives inputs and gradients.
+        assignment: has the followed parameters, and what each operation on them is.
+        values: name -> parameter without a graph, of all of the model.
+        num_examples: N of the batch; None if it is not known.
     """
 
     def __init__(
         self,
-        operations: Operations,
-        leaves: Mapping[str, Tensor],
-        copies: "Copies",
-        layer: Callable[[TrackedLayer, Tensor, Tensor], Tensor],
-        once: Container[nn.Module] = (),
+        recorder: Recorder,
+        assignment: RuleAssignment,
+        values: Mapping[str, Tensor],
+        num_examples: int | None,
     ) -> None:
         super().__init__()
-        self._operations = operations
-        self.copies, self._layer, self._once = copies, layer, once
+        self._recorder, self._operations = recorder, assignment.operations
+        self._num_examples = num_examples
+        self._once = {layer for layer, kinds in assignment.runs.items() if "followed" in kinds}
+        self.has_row_groups = False
+        """Whether several rows were taken for those of one example."""
         self._expressions: dict[int, Expression] = {}  # by the id of the value
         self._roots: dict[int, str] = {}  # id of a parameter's value -> its name
         self.inside: list[TrackedLayer] = []
         """The layers with a rule that are running. Their rules cover what they do with their own
         parameters, so that such operations are not followed."""
+        leaves = {name: values[name].requires_grad_() for name in self._operations.names}
         self.values = {name: leaf.detach() for name, leaf in leaves.items()}
         """What the model must be called with in place of the parameters."""
         for name, value in self.values.items():
-            self._add_expression(value, leaves[name], operations.key(name), {name: leaves[name]})
+            key = self._operations.key(name)
+            self._add_expression(value, leaves[name], key, {name: leaves[name]})
             self._roots[id(value)] = name
+        # Runs on what all examples share: the use to report gradients for, and the output's shape.
+        self._shared_runs: dict[LayerRun, tuple[Use, torch.Size]] = {}
+        # One vector's gradients of such outputs. They may meet the examples at several places,
+        # which autograd reaches one by one, so that the sum is reported when the vector is done.
+        self._partial_gradients: dict[LayerRun, Tensor] = {}
 
     def __torch_function__(
         self,
@@ -190,29 +209,40 @@ class Follower(TorchFunctionMode):
         key = self._operations.key(func, *(e.key for e in expressions))
         return self._run(Call(func, args, kwargs, expressions, key))
 
-    def begin(self, run: LayerRun, output: Tensor) -> Tensor:
-        """The output of a layer that ran once for all examples, as the start of an expression."""
+    def start_expression(
+        self, tracked: TrackedLayer, number: int, use: Use, output: Tensor
+    ) -> Tensor:
+        """The output of a layer that ran once for all examples, followed to where it meets them."""
+        run = LayerRun(tracked, number)
+        self._shared_runs[run] = use, output.shape
         expression = self._expressions.get(id(output))  # if the layer's input was an expression
         # The layer's rule needs the gradient in its output, which the graph of the twin yields as
         # that of zeros added to it. Earlier parts of an expression keep their own leaves.
         zeros = torch.zeros_like(output).requires_grad_()
         twin = (output.detach() if expression is None else expression.twin) + zeros
-        key = self._operations.key(run.tracked.name, run.number)
+        key = self._operations.key(tracked.name, number)
         value = output.detach()
         leaves: Leaves = {} if expression is None else expression.leaves
         self._add_expression(value, twin, key, {**leaves, run: zeros})
         return value
+
+    def vector_done(self) -> list[LayerRun]:
+        """Hand over the gradients of runs that started expressions; returns these runs."""
+        runs = list(self._partial_gradients)
+        for run in runs:
+            use, shape = self._shared_runs[run]
+            b = self._partial_gradients.pop(run).unflatten(1, shape)
+            self._recorder.report_gradient(run.tracked, use, b)
+        return runs
 
     def _run(self, call: Call) -> Any:
         kind = self._operations.kinds.get(call.key)
         if kind == "computed":
             return self._computed(call)
         if isinstance(kind, int):
-            return self._met(call, kind)
+            return self._row_by_row(call, kind)
         if isinstance(kind, tuple):
-            return self._met_as_weight(call, kind)
-        if kind == "mapped":
-            return self._mapped(call)
+            return self._as_layer(call, kind)
         output = call.run()
         if kind is None and tensors_in(output):
             raise NotImplementedError(
@@ -246,32 +276,99 @@ class Follower(TorchFunctionMode):
             if twin.requires_grad:  # otherwise a constant: under no_grad, or of a comparison
                 self._add_expression(value, twin, self._operations.key(call.key, number), leaves)
 
-    def _met(self, call: Call, axis: int) -> Any:
-        """The operation with a copy of each expression for each row of its output.
+    def _row_by_row(self, call: Call, axis: int) -> Any:
+        """The operation on each row of the examples, with a copy of each expression for each row.
 
         ``axis`` is the output's axis of rows, counted from the end, since broadcasting
         aligns the last axes.
         """
-        # The rows are as many as the other tensor has there. An expression has one entry there, or
-        # no such axis, so that its copies take that place, aligned as broadcasting would.
-        M = max((t.shape[axis] for t in call.tensors if t.dim() >= -axis), default=1)
-        if M == 1:  # the size comes from another argument, as in expand
-            M = call.run().shape[axis]
-        copies: dict[int, Tensor] = {}
-        for e in call.expressions:
-            if id(e.value) not in copies:
-                copies[id(e.value)] = _aligned(self.copies.for_rows(e, M), axis)
-        output = call.run(lambda value: copies.get(id(value), value))
-        if not isinstance(output, Tensor) or output.dim() < -axis or output.shape[axis] != M:
-            raise NotImplementedError(
-                f"{_names(call)} meets {call} in this batch, which takes no copy of it for each "
-                'example. Freeze it (requires_grad_(False)), or pass unsupported="diagonal".'
-            )
-        return output
+        expressions = {id(e.value): e for e in call.expressions}
+        # Step 1: the tensors that have a row of each example, and the axis of these rows.
+        use = weight_use(call)
+        if use is not None and id(use.weight) in expressions:
+            # A linear map: its input may have other axes than its output, but for the first.
+            M, with_rows = len(use.a), {id(use.a): (use.a, -use.a.dim())}
+        else:
+            others = [t for t in call.tensors if id(t) not in expressions and t.dim() >= -axis]
+            M = max((t.shape[axis] for t in others), default=1)
+            if M == 1:  # the size comes from another argument, as in expand
+                M, others = call.run().shape[axis], []
+            with_rows = {id(t): (t, axis) for t in others if t.shape[axis] == M}
+        copies = {key: (self._copies(e, M), 0) for key, e in expressions.items()}
 
-    def _met_as_weight(self, call: Call, layers: tuple[TrackedLayer, ...]) -> Any:
+        # Step 2: one row after the other, by torch's map over all of them.
+        def of_row(*values: Tensor) -> Tensor:
+            replacements = dict(zip([*copies, *with_rows], values, strict=True))
+            for key, (_, rows_axis) in with_rows.items():  # a batch of one row
+                replacements[key] = replacements[key].unsqueeze(rows_axis)
+            output = call.run(lambda value: replacements.get(id(value), value))
+            if output.dim() < -axis or output.shape[axis] != (1 if with_rows else M):
+                raise NotImplementedError(
+                    f"{_names(call)} meets {call} in this batch, which takes no copy of it for "
+                    "each example. Freeze it (requires_grad_(False)), or pass unsupported="
+                    '"diagonal".'
+                )
+            return output.select(axis, 0)
+
+        tensors, axes = zip(*copies.values(), *with_rows.values(), strict=True)
+        with plain_attention():  # a mask of its own for each row
+            output = torch.func.vmap(of_row, axes)(*tensors).movedim(0, axis)
+        return output if call.changes is None else call.changes
+
+    def _copies(self, expression: Expression, M: int) -> Tensor:
+        """A copy (M, ...) of an expression for each row; reports its parameters' gradients.
+
+        A copy is a source: backward passes end there, and the expression's own graph takes each
+        example's gradient on to the parameters.
+        """
+        N, own = self._num_examples, self._operations.own
+        rows, rows_of_each = current_rows(), 0
+        if rows is not None and not (rows.of_positions or len(rows.index) == M):
+            rows = None  # given for the rows of another tensor
+        if rows is not None:
+            rows = rows.on(expression.value.device)
+        if rows is None or rows.of_positions:
+            rows, rows_of_each = None, M // N if N else 0
+            if not N or M % N:
+                raise NotImplementedError(
+                    f"Parameters {', '.join(map(repr, expression.leaves))} meet {M} rows of {N} "
+                    "examples; say which example each row belongs to (examples_of_rows), or freeze "
+                    "them (requires_grad_(False))."
+                )
+        self.has_row_groups |= rows_of_each > 1
+        # The copies are a leaf of their own: in the expression autograd would sum the gradient over
+        # all rows; in the copies row m has its own.
+        # Expanded, not copied: one piece of memory serves all rows.
+        source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
+        self._recorder.add_source(source)
+        examples = M // rows_of_each if rows is None else rows.num_examples
+        uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
+        for leaf, use in uses.items():
+            if isinstance(leaf, str):
+                self._recorder.report_input(own[leaf], use)
+
+        def on_gradient(b: Tensor) -> None:
+            b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
+            # An example's gradient in the expression is the sum over its rows; from there the
+            # expression's graph leads to the parameters, example by example.
+            if rows is not None:
+                b = rows.sums(b)
+            elif rows_of_each > 1:
+                b = at_least_float32(b).unflatten(0, (-1, rows_of_each)).sum(1)
+            for leaf, gradients in expression.gradients(b).items():
+                if isinstance(leaf, str):
+                    self._recorder.report_gradient(own[leaf], uses[leaf], gradients)
+                else:  # other parts of its gradient may still come
+                    earlier = self._partial_gradients.get(leaf)
+                    gradients = gradients if earlier is None else earlier + gradients
+                    self._partial_gradients[leaf] = gradients
+
+        source.register_hook(on_gradient)
+        return source
+
+    def _as_layer(self, call: Call, layers: tuple[TrackedLayer, ...]) -> Any:
         """The operation as the run of a layer, or of that of its matrix in a stack."""
-        use = weight_use(call.func, call.args, call.kwargs)
+        use = weight_use(call)
         assert use is not None
         tracked = self._in_stack(layers, use)
         layer = tracked.layer
@@ -281,26 +378,12 @@ class Follower(TorchFunctionMode):
                 f"Layer {tracked} runs with {use.settings} and with {layer.settings}, which have "
                 "no common block. Freeze it (requires_grad_(False))."
             )
-        return self._layer(tracked, use.a, call.run())
+        return self._recorder.report_run(tracked, use.a, call.run())
 
     def _in_stack(self, layers: tuple[TrackedLayer, ...], use: "WeightUse") -> TrackedLayer:
         stored = self._stored(use.weight)
         assert stored is not None
         return layers[stored.slot or 0]
-
-    def _mapped(self, call: Call) -> Tensor:
-        """A linear operation of each row (M, ...) of its input, with a copy of its weight."""
-        use = weight_use(call.func, call.args, call.kwargs)
-        e = None if use is None else self._expression(use.weight)
-        assert use is not None and e is not None
-
-        # A map of all rows has one weight; vmap runs it for each row, with a weight of its own. The
-        # row keeps a first axis of one, as the operation may need a batch.
-        def of_row(a: Tensor, weight: Tensor) -> Tensor:
-            replacements = {id(use.a): a[None], id(use.weight): weight}
-            return call.run(lambda value: replacements.get(id(value), value))[0]
-
-        return torch.func.vmap(of_row)(use.a, self.copies.for_rows(e, len(use.a)))
 
     def _add_expression(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
         self._expressions[id(value)] = Expression(value, twin, key, leaves)
@@ -328,9 +411,9 @@ class Follower(TorchFunctionMode):
             slot = (value.storage_offset() - leaf.storage_offset()) // leaf[0].numel() % len(leaf)
             leaf = leaf[slot]
         # Memory and strides say what a tensor is; its values would not tell w from a copy of it.
-        for turned in (False, True)[: 1 + (leaf.dim() in (2, 3))]:
-            if _is_stored(value, leaf.mT if turned else leaf):
-                return Stored(name, turned, slot)
+        for transposed in (False, True)[: 1 + (leaf.dim() in (2, 3))]:
+            if _is_stored(value, leaf.mT if transposed else leaf):
+                return Stored(name, transposed, slot)
         return None
 
     def _is_stack(self, value: Any) -> bool:
@@ -340,26 +423,22 @@ class Follower(TorchFunctionMode):
     def _rewritten(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
-        """The function as a sequence of simpler ones, if an expression is its scale or its bias.
+        """The function as a sequence of simpler ones, where it takes an expression in two ways.
 
-        ``F.layer_norm`` takes a weight (d,) but no copies (N, 1, d), and ``F.linear`` uses a weight
-        and a bias in two different ways. As separate products and sums each has its own kind.
+        ``F.linear`` takes a bias beside the weight, and each has its own kind of operation.
         """
         if func is Tensor.repeat:
             return _repeat(*args)
         if func is torch.addmm and any(self._expression(value) for value in (args[0], *args[2:])):
             return _addmm
-        if func not in AFFINE:
+        if func not in WEIGHTS:
             return by_matrix(func, args, self._is_stack)
-        places = AFFINE[func][0].items()
-        values = [kwargs.get(key, args[i] if i < len(args) else None) for key, i in places]
-        if not any(self._expression(value) for value in values):
-            return None
-        if func in WEIGHTS:  # with a parameter as its weight it is a layer's run, bias included
-            _, weight, bias, *_ = weight_use(func, args, kwargs) or (None, None, None)
-            if self._stored(weight) and self._stored(bias):
-                return None
-        return partial(_without_affine, func)
+        arguments = _arguments(func, args, kwargs)
+        weight, bias = arguments["weight"], arguments.get("bias")
+        # With a parameter as its weight it is a layer's run, bias included.
+        if not self._expression(bias) or (self._stored(weight) and self._stored(bias)):
+            return by_matrix(func, args, self._is_stack)
+        return lambda *_, **__: _without_bias(func, arguments)
 
 
 class Refused(NotImplementedError):
@@ -370,7 +449,7 @@ class Stored(NamedTuple):
     """What a tensor is in memory: a parameter, or a part of it."""
 
     name: str
-    turned: bool
+    transposed: bool
     """Whether it is the transpose."""
     slot: int | None
     """The index of the matrix in a stack of them, (E, ., .); None for the whole."""
@@ -387,19 +466,13 @@ class WeightUse(NamedTuple):
     """The attributes that its rule reads from a layer: stride, padding and so on."""
 
 
-def weight_use(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> WeightUse | None:
+def weight_use(call: Call) -> WeightUse | None:
     """The arguments of an operation that is linear in its input; None for any other."""
-    if func not in WEIGHTS:
+    if call.func not in WEIGHTS:
         return None
-    rule, names = WEIGHTS[func]
-    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    a, weight, bias = (
-        arguments.pop("input", None),
-        arguments.pop("weight", None),
-        arguments.pop("bias", None),
-    )
+    rule, _ = WEIGHTS[call.func]
+    arguments = _arguments(call.func, call.args, call.kwargs)
+    a, weight, bias = (arguments.pop(name, None) for name in ("input", "weight", "bias"))
     if not (isinstance(a, Tensor) and isinstance(weight, Tensor)):
         return None
     settings: dict[str, Any] = {}
@@ -431,14 +504,6 @@ def weight_use(
 def _each_axis(value: Any, n: int) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * n if len(values) == 1 else values
-
-
-def _aligned(rows: Tensor, axis: int) -> Tensor:
-    """Copies (M, *shape) with their rows at an axis from the end, where the shape has one entry."""
-    missing = -axis - (rows.dim() - 1)
-    if missing > 0:
-        return rows.reshape(len(rows), *[1] * (missing - 1), *rows.shape[1:])
-    return rows.squeeze(axis).movedim(0, axis)
 
 
 def _is_stored(value: Tensor, parameter: Tensor, in_shape: bool = True) -> bool:
@@ -501,21 +566,18 @@ def _repeat(value: Tensor, *repeats: Any) -> Callable[..., Tensor] | None:
     return repeated
 
 
-def _without_affine(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """A function of `AFFINE` as the function without weight and bias, a product and a sum."""
-    positions, of_channels = AFFINE[func]
-    arguments = list(args)
-    values: dict[str, Any] = {}
-    for key, i in positions.items():
-        values[key] = kwargs.pop(key, None) if i >= len(arguments) else arguments[i]
-        if i < len(arguments):
-            arguments[i] = None
-    y = func(*arguments, **kwargs)
-    for key, operation in (("weight", torch.mul), ("bias", torch.add)):
-        if (value := values.get(key)) is not None:
-            behind = [1] * (y.dim() - 2) if of_channels else []
-            y = operation(y, value.reshape(-1, *behind) if behind else value)
-    return y
+def _arguments(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a function of `WEIGHTS` by name."""
+    return {**dict(zip(WEIGHTS[func][1], args, strict=False)), **kwargs}
+
+
+def _without_bias(func: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+    """A linear map as the map without its bias, and a sum."""
+    bias, channels = arguments.pop("bias"), arguments["weight"].dim() > 2
+    y = func(**arguments)
+    return y + (bias.reshape(-1, *[1] * (y.dim() - 2)) if channels else bias)
 
 
 def _addmm(bias: Tensor, input: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
@@ -550,13 +612,3 @@ WEIGHTS: dict[Callable[..., Any], tuple[type[Rule], tuple[str, ...]]] = {
     ),
 }
 """Linear operations -> the rule of a layer that computes the same, and the arguments' names."""
-AFFINE: dict[Callable[..., Any], tuple[dict[str, int], bool]] = {
-    F.layer_norm: ({"weight": 2, "bias": 3}, False),
-    F.rms_norm: ({"weight": 2}, False),
-    F.group_norm: ({"weight": 2, "bias": 3}, True),
-    F.batch_norm: ({"weight": 3, "bias": 4}, True),
-    F.linear: ({"bias": 2}, False),
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), ({"bias": 2}, True)),
-}
-"""Functions that scale their output by a ``weight`` and add a ``bias`` at the end: the position of
-these arguments, and whether they are of channels, (N, C, ...), instead of the last axes."""

@@ -97,6 +97,14 @@ OWN = {
         ),
         {name: zeros(3) for name in "abcde"},
     ),
+    "functions that take no copies": (
+        lambda m, x: m.head(F.prelu(F.instance_norm(x.mT, weight=m.a, bias=m.b), m.slope).mean(2)),
+        {name: zeros(3) for name in ("a", "b", "slope")},
+    ),
+    "mask of attention": (
+        lambda m, x: m.head(F.scaled_dot_product_attention(x, x, x, m.bias).mean(1)),
+        {"bias": zeros(1, 4, 4)},
+    ),
     "table of a folded attention": (attention_bias, {"table": zeros(3, 2)}),
     "several biases in one": (
         packed_bias,
