@@ -203,9 +203,10 @@ def fit(
 def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[str, float]:
     """Take the average, and update the prior there; returns the numbers to log.
 
-    A training may end within an epoch, early, or with the parameters of its best epoch (then
-    without an average). Before the end of the burn-in, and if nothing was trained, the posterior is
-    fitted without changing δ; with updates=0 there is none. After an error it can be called again.
+    A training may end within an epoch, early, or with the parameters of its best epoch: then with
+    average=False, which keeps the network's parameters, also with keep="best". Before the end of
+    the burn-in, and if nothing was trained, the posterior is fitted without changing δ; with
+    updates=0 there is none. After an error it can be called again.
 
     Raises:
         FloatingPointError: the evidence is not finite.
@@ -217,7 +218,8 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         take_average(problem, state)
     state.kept_epoch = state.epoch
     # Step 2: the last update, or else a posterior, at the parameters that are there now.
-    numbers = last_update(problem, state) if problem.options.schedule.updates else {}
+    updates = problem.options.schedule.updates
+    numbers = last_update(problem, state, keeps_parameters=not average) if updates else {}
     for average_of_part in state.averages:  # only now, as after an error this is called again
         average_of_part.clear()
     if state.posterior is not None and not is_sharded(problem.model):
@@ -226,7 +228,9 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
     return numbers
 
 
-def last_update(problem: Problem, state: LearnerState) -> dict[str, float]:
+def last_update(
+    problem: Problem, state: LearnerState, *, keeps_parameters: bool
+) -> dict[str, float]:
     """Update the prior at the present parameters, where that is due and was not done before."""
     schedule, numbers = problem.options.schedule, dict[str, float]()
     with state.unchanged_by_errors(problem.model, parameters=schedule.keep == "best"):
@@ -245,7 +249,7 @@ def last_update(problem: Problem, state: LearnerState) -> dict[str, float]:
                 state.evidences.pop()
             evidences, state.record = fit(problem, state, 0, is_last=True)
             state.evidences.append(evidences[-1])
-        if state.go_back_to_best(problem.model):
+        if not keeps_parameters and state.go_back_to_best(problem.model):
             if problem.learns_label_noise:
                 learn_label_noise(problem, state)
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])

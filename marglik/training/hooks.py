@@ -5,22 +5,37 @@ the loop has clipped them. Of a step with a closure it comes before the backward
 on a closure that adds the prior's gradient after it. Fused optimisers unscale in their own step and
 are called with infinite gradients, too: they then have the attributes ``grad_scale`` and
 ``found_inf``. A step that a scaler skips is none.
+
+The hooks also copy the weights that each step leaves, so that `StepHooks.weights_since_steps` can
+compare all of them with the present ones.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
+from kfac_backend.sharding import local_parts
 from marglik.training import algorithm
-from marglik.training.state import LearnerState, Problem
+from marglik.training.state import LearnerState, Part, Problem
 
-_HANDLES: "WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]" = WeakKeyDictionary()
-"""The hooks of each optimiser, so that another start replaces them."""
+_ACTIVE: "WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StepHooks]]" = WeakKeyDictionary()
+"""The hooks that each optimiser has."""
+
+COMPARED_STEPS = 10
+"""After how many of the first steps the weights are compared, whatever torch counts as a change."""
+
+Since = Literal["unchanged", "changed", "changed as after each step", "unclear"]
+"""How the present weights differ from those that the latest step left."""
 
 
 class StepHooks:
@@ -31,22 +46,86 @@ class StepHooks:
     Args:
         problem: what is trained.
         state: changed by the steps.
+        optimizers: all that were passed to the start, also one whose tensors are all frozen.
     """
 
-    def __init__(self, problem: Problem, state: LearnerState) -> None:
+    def __init__(
+        self, problem: Problem, state: LearnerState, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
         self.problem, self.state = problem, state
-        hooks = weakref.ref(self)
+        self._left = [WeightsLeft(part) for part in problem.parts]
+        self._parameters = {id(p): name for name, p in problem.named.items()}
+        self._optimizers = weakref.WeakSet(optimizers)
+        self.is_in_step = False
+        """Whether an optimiser of the training is in its step."""
+        self._calls = 0
+        self._calls_before: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        hooks: weakref.ref[StepHooks] = weakref.ref(self)
+        self._handles = [
+            register_optimizer_step_pre_hook(partial(_before_any_step, hooks)),
+            register_optimizer_step_post_hook(partial(_after_any_step, hooks)),
+        ]
         for part in problem.parts:
-            _HANDLES[part.optimizer] = [
+            self._handles += [
                 part.optimizer.register_step_pre_hook(partial(_before_step, hooks, part.index)),
                 part.optimizer.register_step_post_hook(partial(_after_step, hooks, part.index)),
             ]
-        self._handles = [handle for part in problem.parts for handle in _HANDLES[part.optimizer]]
+        for optimizer in optimizers:
+            _ACTIVE[optimizer] = hooks
         weakref.finalize(self, _remove, self._handles)
 
     def remove(self) -> None:
         """Remove the hooks."""
         _remove(self._handles)
+        for optimizer in self._optimizers:
+            _ACTIVE.pop(optimizer, None)
+
+    def weights_since_steps(self) -> Since:
+        """Compare all present weights with those that the latest steps left; collective.
+
+        A loop may clip weights after each step: what follows the last step is then a part of it,
+        and no state that was restored. It is unclear if weights changed after some steps alone.
+        """
+        changed = [left for left in self._left if left.is_changed()]
+        is_new = any(not left.is_changed_each_time for left in changed)
+        device = next(iter(self.problem.named.values())).device
+        any_rank = self.problem.ranks.any
+        if not any_rank(bool(changed), device):
+            return "unchanged"
+        if not any_rank(is_new, device):
+            return "changed as after each step"
+        is_unclear = any(left.is_changed_at_times for left in changed)
+        return "unclear" if any_rank(is_unclear, device) else "changed"
+
+    def look_before_step(self, part: int) -> None:
+        """Compare the weights with those that the step before left."""
+        self._calls += 1
+        self.is_in_step = True
+        self._left[part].look_before_step()
+
+    def check_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise a RuntimeError if an unknown optimiser has stepped this training's parameters.
+
+        One that wraps an optimiser of the training, or is wrapped by it, is none.
+        """
+        is_alone = self._calls == self._calls_before.pop(optimizer, None) and not self.is_in_step
+        if not is_alone or active_hooks(optimizer) is not None:
+            return
+        groups = optimizer.param_groups
+        names = [self._parameters.get(id(p)) for group in groups for p in group["params"]]
+        if name := next((name for name in names if name), None):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has stepped '{name}', whose weight decay acts in the "
+                "steps of the optimisers alone that start was called with. Pass start all "
+                "optimisers, as a list. To go on with a new optimiser, call learner.detach(), "
+                "learner.load_state_dict(learner.state_dict()), and then learner.start(...) with "
+                "it."
+            )
+
+    def count_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember how many steps the training has made when an unknown optimiser begins one."""
+        if active_hooks(optimizer) is None:
+            self._calls_before[optimizer] = self._calls
 
     def add_penalty(self, optimizer: torch.optim.Optimizer, part: int) -> None:
         """Add the prior's gradient, if the step will be made."""
@@ -56,10 +135,82 @@ class StepHooks:
 
     def end_of_step(self, part: int) -> None:
         """End the epoch after the last of its steps; after an error in it, after the next step."""
+        self._left[part].remember()
         steps, state = self.problem.steps_per_epoch, self.state
         is_last = part == len(self.problem.parts) - 1
         if steps and is_last and state.steps[part] >= (state.epoch + 1) * steps:
             algorithm.end_of_epoch(self.problem, state, state.epoch + 1)
+
+
+class WeightsLeft:
+    """The weights that an optimiser's latest step left.
+
+    They are copied, and all of them are compared. Version counters alone would miss ``p.data``, and
+    a sample of the weights a part that was restored.
+
+    Args:
+        part: the optimiser and its parameters.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self._parameters = part.parameters
+        self._values: list[Tensor] = []
+        self._versions: list[tuple[int, int]] = []
+        self._compared = self._changed = 0  # how often before a step
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Copy the present weights."""
+        parts = local_parts(self._parameters)
+        self._versions = [(part.data_ptr(), part._version) for part in parts]
+        if self._values:
+            torch._foreach_copy_(self._values, parts)
+        else:
+            self._values = [part.clone() for part in parts]
+
+    def is_changed(self) -> bool:
+        """Whether the weights have other values now, of this rank's parts; a cast is no change."""
+        pairs = zip(local_parts(self._parameters), self._values)  # noqa: B905  # none at first
+        return any(
+            not torch.allclose(now, left.to(now), rtol=0, atol=0, equal_nan=True)
+            for now, left in pairs
+        )
+
+    def look_before_step(self) -> None:
+        """Compare before the first steps, and then where torch counts a change; see `Since`."""
+        is_early = self._compared < COMPARED_STEPS
+        if not self._values or self.is_changed_at_times:
+            return
+        if not is_early and self.is_changed_each_time:
+            return
+        parts = local_parts(self._parameters)
+        if is_early or self._versions != [(part.data_ptr(), part._version) for part in parts]:
+            self._compared += 1
+            self._changed += self.is_changed()
+
+    @property
+    def is_changed_each_time(self) -> bool:
+        """Whether the loop changed the weights after each of the first steps."""
+        return 0 < self._changed == self._compared
+
+    @property
+    def is_changed_at_times(self) -> bool:
+        """Whether the loop changed the weights after some steps, but not after others."""
+        return 0 < self._changed < self._compared
+
+
+def _before_any_step(
+    hooks: Callable[[], StepHooks | None], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    if (own := hooks()) is not None:
+        own.count_before(optimizer)
+
+
+def _after_any_step(
+    hooks: Callable[[], StepHooks | None], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    if (own := hooks()) is not None:
+        own.check_step_of(optimizer)
 
 
 def _before_step(
@@ -72,6 +223,7 @@ def _before_step(
     own = hooks()
     if own is None:
         return None
+    own.look_before_step(part)
     closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
     if closure is None:
         own.add_penalty(optimizer, part)
@@ -97,7 +249,10 @@ def _after_step(
     hooks: Callable[[], StepHooks | None], part: int, optimizer: torch.optim.Optimizer, *_: Any
 ) -> None:
     own = hooks()
-    if own is not None and not _is_skipped(optimizer):
+    if own is None:
+        return
+    own.is_in_step = False
+    if not _is_skipped(optimizer):
         own.end_of_step(part)
 
 
@@ -112,7 +267,7 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-def remove_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Remove the hooks of an earlier training, if there are any."""
-    for optimizer in optimizers:
-        _remove(_HANDLES.pop(optimizer, []))
+def active_hooks(optimizer: torch.optim.Optimizer) -> StepHooks | None:
+    """The hooks of the training that an optimiser is in, if it is in one."""
+    hooks = _ACTIVE.get(optimizer)
+    return None if hooks is None else hooks()

@@ -3,8 +3,9 @@
 What it does is in `marglik.training.algorithm`, whose functions all loops and callbacks here call.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,10 +21,12 @@ from marglik.posterior.prior import Hyperparameters, PriorGroups, precision_to_w
 from marglik.training import algorithm
 from marglik.training.average import averaged
 from marglik.training.decay_policy import DecayPolicy
-from marglik.training.hooks import StepHooks, remove_hooks
+from marglik.training.hooks import StepHooks, active_hooks
 from marglik.training.loaders import Loader, steps_in_epoch
 from marglik.training.schedule import Schedule
 from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of
+
+_logger = logging.getLogger(__name__)
 
 
 class PriorLearner:
@@ -64,6 +67,7 @@ class PriorLearner:
         self._replayed: tuple[Mapping[int, Any], Mapping[str, float], list[str]] = {}, {}, []
         self._saved: Mapping[str, Any] | None = None  # loaded, and applied by the start
         self._hooks: StepHooks | None = None
+        self._averages = True  # whether finish takes the average, where it is not said
         self.problem: Problem  # from the start on: what is trained,
         self.state: LearnerState  # and what the learning has come to
 
@@ -106,6 +110,7 @@ class PriorLearner:
 
         Raises:
             ValueError: an optimiser, loss terms, shards or a loaded state that do not fit; no data.
+            RuntimeError: an optimiser that another learner has started with.
             RankError: ranks that differ.
         """
         self.detach()
@@ -114,12 +119,18 @@ class PriorLearner:
         optimizers = optimizers_of(optimizer)
         problem = Problem.of(options, model, optimizers, loader, ranks, steps, held_out)
         problem.has_rounds = hooks == "all" and steps is None
-        remove_hooks(optimizers)  # also of one whose tensors are all frozen now
+        if any(active_hooks(one) is not None for one in optimizers):
+            raise RuntimeError(
+                "Another PriorLearner has started with this optimiser and has not finished: the "
+                "prior would act twice. Call the other learner's finish() or detach(), or make a "
+                "new optimiser."
+            )
         problem.replay(*self._replayed)
         hyper = self._hyperparameters or problem.initial_hyperparameters()
         self.state = algorithm.start(problem, hyper, self._saved, loss=loss, sums_terms=sums_terms)
         self.problem, self._saved = problem, None
-        self._hooks = None if hooks == "none" else StepHooks(problem, self.state)
+        self._averages = True
+        self._hooks = None if hooks == "none" else StepHooks(problem, self.state, optimizers)
 
     def detach(self) -> None:
         """Remove the hooks, as `finish` does: for a loop that was given up."""
@@ -131,25 +142,68 @@ class PriorLearner:
         """A context with the network as `finish` would leave it, see `average.averaged`."""
         if not hasattr(self, "state"):
             raise RuntimeError("The learner has no network yet; call start before averaged.")
+        if self._hooks is not None and self._hooks.weights_since_steps() == "changed":
+            return nullcontext(self.problem.model)
         return averaged(self.problem, self.state)
 
-    def finish(self, average: bool = True) -> dict[str, float]:
+    def finish(self, average: bool | None = None) -> dict[str, float]:
         """Take the average of the parameters and fit the posterior there; returns what to log.
 
-        At any step: the average is over all steps so far. It can be called again after an error.
-        With average=False the network keeps its parameters.
+        At any step: the average is over all steps so far. If the parameters have changed since the
+        last step, as by ``load_state_dict`` with the best epoch's, the network keeps them without
+        an average, and the posterior is fitted there. What a loop does to the parameters after each
+        step, such as clipping them, is a part of the step. It can be called again after an error.
+
+        Args:
+            average: whether to take the average; None takes it, unless the parameters have changed
+                since the last step. False keeps the parameters that the network has.
+
+        Returns:
+            The numbers of the last update, by name, and ``"averaged"``: 1 if the network has the
+            average, 0 if it has kept its parameters.
 
         Raises:
             FloatingPointError: the evidence is not finite.
-            RuntimeError: `start` was not called, or an optimiser has made no step since.
+            RuntimeError: `start` was not called, or an optimiser has made no step since; a call
+                within `averaged`; parameters that have changed since the last step in a loop that
+                changed them after some of its steps, but not after others.
         """
         if not hasattr(self, "state") or (self._hooks and 0 in self.state.steps):
             raise RuntimeError(
                 "The learner has seen no step of the optimiser, and no weight decay acted. Call "
                 "start with the optimiser, or the list of all, whose step() the loop calls."
             )
+        if self.state.averages[0].is_temporary:
+            raise RuntimeError(
+                "finish() was called within averaged(), at whose end the parameters go back to "
+                "what they were before. Call it after that."
+            )
+        if average is None:
+            average = self._takes_average()
+        self._averages = average  # also of a second call after an error
         self.detach()
-        return algorithm.finish(self.problem, self.state, average)
+        numbers = algorithm.finish(self.problem, self.state, average)
+        self._averages = False  # another call has no average to take
+        return numbers | {"averaged": float(average and self.state.averages[0].is_written)}
+
+    def _takes_average(self) -> bool:
+        """Whether the present parameters are those of the loop's steps, and no restored state."""
+        since = "unchanged" if self._hooks is None else self._hooks.weights_since_steps()
+        if not self.state.has_average and self.problem.options.schedule.keep == "last":
+            since = "unchanged"  # finish keeps the parameters either way
+        if since == "unclear":
+            raise RuntimeError(
+                "The parameters have changed since the optimiser's last step. They also changed "
+                "after some of the steps before, but not after others. So finish() cannot decide "
+                "whether they are a restored state. Call finish(average=False) to keep them, or "
+                "finish(average=True) to take the average of the steps."
+            )
+        if since == "changed":
+            _logger.info(
+                "finish keeps the parameters, which have changed since the optimiser's last step, "
+                "and takes no average; finish(average=True) would take it"
+            )
+        return self._averages and since != "changed"
 
     @property
     def likelihood(self) -> Likelihood:

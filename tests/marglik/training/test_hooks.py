@@ -252,9 +252,6 @@ def test_a_loop_that_never_steps_is_told_so():
     with pytest.raises(RuntimeError, match="no step of the optimiser.*Call start"):
         prior.finish()
     prior.start(model, sgd(model), loader(), 2)
-    other = sgd(model)
-    for x, y in loader():
-        plain(model, other, lambda: None, x, y, 0)
     with pytest.raises(RuntimeError, match="no step of the optimiser.*whose step"):
         prior.finish()
 
@@ -375,6 +372,215 @@ def test_an_error_in_a_step_leaves_the_loop_able_to_go_on():
     assert prior.state.steps == [2] and prior.state.epoch == 0 and not prior.evidences
     plain(model, optimizer, lambda: None, x, y, 2)
     assert prior.state.epoch == 1 and len(prior.evidences) == 1
+
+
+# --- weights that change between steps ---
+
+
+def normalised():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def weights(model):
+    return deepcopy({**model.state_dict()})
+
+
+def by_data(model, state):
+    for name, p in model.named_parameters():
+        p.data.copy_(state[name])
+
+
+def by_vector(model, state):
+    values = [state[name] for name, _ in model.named_parameters()]
+    nn.utils.vector_to_parameters(torch.cat([v.flatten() for v in values]), model.parameters())
+
+
+def of_one_tensor(model, state):
+    model[3].bias.data.copy_(state["3.bias"])
+
+
+def there_and_back(model, state):
+    """As an evaluation of other weights does."""
+    present = weights(model)
+    model.load_state_dict(state)
+    model.load_state_dict(present)
+
+
+def clip(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-0.2, 0.2)
+
+
+def clip_data(model):
+    for p in model.parameters():
+        p.data.clamp_(-0.2, 0.2)
+
+
+def in_a_loop(after_step=None, restore=None, take=7, **options):
+    """A network, its learner, and the state that it was given back or has from the last step."""
+    model, data = normalised(), list(loader()) * EPOCHS
+    optimizer, prior = sgd(model), PriorLearner("classification", **OPTIONS | options)
+    prior.start(model, optimizer, loader(), EPOCHS)
+    state = {}
+    for step, (x, y) in enumerate(data):
+        plain(model.train(), optimizer, lambda: None, x, y, step)
+        if after_step is not None:
+            after_step(model, step)
+        if step == take:
+            state = weights(model)
+    if restore is not None:
+        restore(model, state)
+    return model, prior, weights(model)
+
+
+RESTORED = {
+    "load_state_dict": nn.Module.load_state_dict,
+    "p.data": by_data,
+    "a vector": by_vector,
+    "one tensor": of_one_tensor,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": "best"}], ids=["last", "best"])
+@pytest.mark.parametrize("restore", RESTORED.values(), ids=RESTORED)
+def test_finish_keeps_weights_that_changed_since_the_last_step(restore, options, caplog):
+    model, prior, state = in_a_loop(restore=restore, **options)
+    caplog.set_level("INFO")
+    with prior.averaged() as shown:
+        assert same(weights(shown), state)  # the network that finish leaves
+    assert prior.finish()["averaged"] == 0
+    assert same(weights(model), state)  # BatchNorm's statistics, too
+    assert torch.equal(prior.posterior.mean, torch.cat([p.flatten() for p in model.parameters()]))
+    assert "keeps the parameters, which have changed since" in caplog.text
+    assert prior.finish()["averaged"] == 0 and same(weights(model), state)  # again, too
+
+
+def test_weights_that_are_those_of_the_steps_are_averaged():
+    """The negative control; it is the average that finish(average=True) takes of a restored one."""
+    model, prior, state = in_a_loop(restore=there_and_back)
+    assert prior.finish()["averaged"] == 1
+    assert not same(weights(model), state)
+    other, prior, _ = in_a_loop()
+    assert prior.finish()["averaged"] == 1 and same(weights(other), weights(model))
+    other, prior, state = in_a_loop(restore=nn.Module.load_state_dict)
+    assert prior.finish(average=True)["averaged"] == 1
+    assert not same(weights(other), state)
+
+
+def test_the_state_that_validated_best_is_what_finish_keeps():
+    """The average so far, saved within averaged(), in the midst of the averaged epochs."""
+    best = {}
+
+    def validate(model, step):
+        if step == 20:
+            with prior_of[0].averaged():
+                best.update(weights(model))
+
+    model, prior_of = normalised(), []
+    optimizer, prior = sgd(model), PriorLearner("classification", **OPTIONS)
+    prior_of.append(prior)
+    prior.start(model, optimizer, loader(), EPOCHS)
+    for step, (x, y) in enumerate(list(loader()) * EPOCHS):
+        plain(model.train(), optimizer, lambda: None, x, y, step)
+        validate(model, step)
+    model.load_state_dict(best)
+    assert prior.finish()["averaged"] == 0
+    assert same(weights(model), best)
+
+
+@pytest.mark.parametrize("change", [clip, clip_data])
+def test_what_a_loop_does_after_each_step_is_a_part_of_the_step(change):
+    """Clipped weights are averaged; clipped after some steps alone, finish asks."""
+    model, prior, state = in_a_loop(lambda model, step: change(model))
+    assert prior.finish()["averaged"] == 1
+    assert not same(weights(model), state)
+
+    def after_some(model, step):
+        if step % 4 == 3:  # the last step's, too
+            change(model)
+
+    model, prior, state = in_a_loop(after_some)
+    with pytest.raises(RuntimeError, match=r"not after others.*average=False\).*average=True"):
+        prior.finish()
+    assert same(weights(model), state)
+    assert prior.finish(average=False)["averaged"] == 0
+    assert same(weights(model), state)
+    model, prior, state = in_a_loop(after_some)
+    assert prior.finish(average=True)["averaged"] == 1
+    # After the first ten steps, too, which torch's version counters show.
+    model, prior, state = in_a_loop(lambda model, step: clip(model) if step > 12 else None)
+    with pytest.raises(RuntimeError, match="not after others"):
+        prior.finish()
+
+
+def test_the_end_of_training_is_no_part_of_averaged():
+    _, prior, _ = in_a_loop()
+    with pytest.raises(RuntimeError, match=r"within averaged\(\)"), prior.averaged():
+        prior.finish()
+    assert prior.finish()["averaged"] == 1
+
+
+# --- optimisers that start was not called with ---
+
+
+def test_a_new_optimiser_in_the_midst_of_training_is_an_error_with_a_way_out():
+    model, optimizer, prior = begun("plain", stop=6)
+    new = torch.optim.Adam(model.parameters(), 1e-3)
+    (x, y), *_ = loader()
+    with pytest.raises(RuntimeError, match=r"Adam has stepped '0.weight'.*as a list.*detach\(\)"):
+        plain(model, new, lambda: None, x, y, 0)
+    prior.detach()
+    prior.load_state_dict(prior.state_dict())
+    prior.start(model, new, loader(), EPOCHS)
+    for x, y in (list(loader()) * EPOCHS)[6:]:
+        plain(model, new, lambda: None, x, y, 0)
+    assert prior.state.steps == [EPOCHS * BATCHES] and prior.finish()["averaged"] == 1
+    plain(model, optimizer, lambda: None, x, y, 0)  # after the end, anything goes
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that sets the weights itself after every fifth step of another optimiser."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.number = optimizer, 0
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.optimizer.step()
+        self.number += 1
+        for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            if self.number % 5 == 0:
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+
+
+class TwoSteps(torch.optim.Optimizer):
+    """A wrapper without a name for the optimiser inside that `start` knows."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base_optimizer = base
+
+    def step(self, closure=None):
+        self.base_optimizer.step()
+
+
+@pytest.mark.parametrize("wrapper", [Lookahead, TwoSteps])
+def test_a_wrapper_of_the_optimiser_is_no_other_optimiser(wrapper):
+    model = network()
+    optimizer, prior = wrapper(sgd(model)), PriorLearner("classification", **OPTIONS)
+    prior.start(model, optimizer, loader(), EPOCHS)
+    others = network(seed=1)
+    another = sgd(others)
+    for x, y in list(loader()) * EPOCHS:
+        plain(model, optimizer, lambda: None, x, y, 0)
+        plain(others, another, lambda: None, x, y, 0)  # which is no concern of the learner's
+    assert prior.state.steps == [EPOCHS * BATCHES]
+    assert prior.finish()["averaged"] == 1
 
 
 # --- what is refused ---
@@ -522,7 +728,10 @@ def test_hooks_go_with_the_training_and_keep_nothing_alive():
     prior.start(model, optimizer, loader(), 2)
     assert hooks(optimizer) == (1, 1)  # not others beside them
     other = PriorLearner("classification", average=None)
-    other.start(model, optimizer, loader(), 2)  # as in a notebook's cell that is run again
+    with pytest.raises(RuntimeError, match=r"Another PriorLearner.*detach\(\), or make a new"):
+        other.start(model, optimizer, loader(), 2)
+    prior.detach()
+    other.start(model, optimizer, loader(), 2)
     assert hooks(optimizer) == (1, 1)
     for x, y in loader():
         plain(model, optimizer, lambda: None, x, y, 0)
@@ -543,15 +752,18 @@ def test_hooks_go_with_the_training_and_keep_nothing_alive():
     assert hooks(optimizer) == (0, 0)
 
 
-def test_an_optimiser_whose_tensors_are_all_frozen_loses_an_earlier_trainings_hooks():
+def test_an_optimiser_whose_tensors_are_all_frozen_is_in_the_training_too():
     model = network()
     optimizers = [torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 2)]
     first, second = (PriorLearner("classification", weight_decay=1.0) for _ in range(2))
     first.start(model, optimizers, loader(), 2)
     model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="Another PriorLearner"):
+        second.start(model, optimizers, loader(), 2)
+    first.detach()
     second.start(model, optimizers, loader(), 2)
-    assert not optimizers[0]._optimizer_step_pre_hooks
-    assert len(optimizers[1]._optimizer_step_pre_hooks) == 1
+    with pytest.raises(RuntimeError, match="Another PriorLearner"):
+        first.start(model, [optimizers[0], sgd(model[2])], loader(), 2)
 
 
 def test_the_own_loop_needs_none():
