@@ -440,7 +440,7 @@ class Results:
     suspicious_labels: SuspiciousLabels = SuspiciousLabels()
     augmentation: Augmentation | None = None
     verdict: str | None = None
-    """What was gained, in a sentence."""
+    """Comparison with the plain network, in a few lines."""
     simple_models: str | None = None
     """What scikit-learn's models reach, in a sentence."""
     complete: bool = False

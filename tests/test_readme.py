@@ -228,7 +228,7 @@ def test_commands_after_make_train_run_as_they_stand(capsys, monkeypatch):
     for file in ("runs/comparison.html", "runs/digits/report.html", "runs/fitted/posterior.json"):
         assert Path(file).stat().st_size > 100
     shown = capsys.readouterr().out
-    assert "Laplace, mc" in shown and "162 training examples" in shown
+    assert "Laplace, mc" in shown and "102 training examples" in shown
 
 
 def test_commands_on_ones_own_network_run(capsys):

@@ -38,7 +38,9 @@ class Digits(DataSource):
     Args:
         test_fraction: share of all images that become the test set, in (0, 1).
         validation: share of the training images that become the validation set, in [0, 1).
-        seed: seed of both splits.
+        wrong_labels: share of the training and validation labels that are replaced by another
+            class, drawn at random, in [0, 1). The test labels stay right.
+        seed: seed of the splits and of the wrong labels.
 
     Raises:
         ValueError: if a fraction is out of range.
@@ -46,17 +48,26 @@ class Digits(DataSource):
 
     test_fraction: float = 0.2
     validation: float = 0.0
+    wrong_labels: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_fraction("test_fraction", self.test_fraction, zero=False)
         check_fraction("validation", self.validation)
+        check_fraction("wrong_labels", self.wrong_labels)
 
     def load(self) -> Splits:
         """Return the digits; raises a ValueError if a part would be too small."""
         splits = divided(self.load_undivided(), self.test_fraction, self.validation, self.seed)
         mean, std = pixel_statistics(splits.train[0])
-        return replace(splits, mean=mean, std=std)
+        generator = torch.Generator().manual_seed(self.seed)
+        parts = {"train": splits.train, "validation": splits.validation}
+        changed = {
+            name: (part[0], with_wrong_labels(part[1], self.wrong_labels, 10, generator))
+            for name, part in parts.items()
+            if part is not None
+        }
+        return replace(splits, mean=mean, std=std, **changed)
 
     def load_undivided(self) -> Splits:
         """All digits as test data."""
@@ -68,6 +79,24 @@ class Digits(DataSource):
         classes = tuple(str(digit) for digit in range(10))
         mean, std = pixel_statistics(whole[0])
         return Splits(whole, None, whole, "digits", classes, mean=mean, std=std)
+
+
+def with_wrong_labels(
+    labels: Tensor, share: float, num_classes: int, generator: torch.Generator
+) -> Tensor:
+    """Copy labels (N,) and replace round(share · N) of them by another class at random.
+
+    Args:
+        labels: integers from 0 to num_classes − 1.
+        share: of the labels to replace, in [0, 1).
+        num_classes: C; each of the C − 1 other classes is equally likely.
+        generator: the source of random numbers.
+    """
+    labels, number = labels.clone(), round(share * len(labels))
+    chosen = torch.randperm(len(labels), generator=generator)[:number]
+    shift = torch.randint(1, num_classes, (number,), generator=generator)
+    labels[chosen] = (labels[chosen] + shift) % num_classes
+    return labels
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""What learning gained, in one sentence: a network against a plain one, on the same test data.
+"""The verdict: compare a network with a plain one on the same test data, in a few lines.
 
 The plain network is what one would train otherwise: the same architecture, data, optimiser and
 epochs, with a fixed weight decay, a learning rate that falls with a cosine, and no average of its
@@ -35,7 +35,7 @@ def verdict(
     learned: Sequence[str] = ("learned weight decays",),
     targets: TargetOptions = TargetOptions(),  # noqa: B008
 ) -> str:
-    """What ``model`` gained against ``plain`` on test data, with 95 % intervals, in one sentence.
+    """Compare ``model`` with ``plain`` on test data: three lines, with 95 % intervals.
 
     The intervals are of paired differences, over the choice of test examples; another seed of
     training may change more.
@@ -49,7 +49,7 @@ def verdict(
             divided by the temperature (regression: has the σ) of least NLL there, as the command
             does with the examples that it holds out. Without them both are compared as they are.
         sigma_noise: σ of both networks, for regression.
-        learned: what was learned, for the sentence.
+        learned: what was learned, for the first line.
         targets: how batches give their targets.
 
     Raises:
@@ -75,49 +75,64 @@ def verdict(
     if rows == len(scores[0].nll):
         positions = rows // sum(map(len, ys))
         changes = differences(*(s.map(lambda row: of_examples(row, positions)) for s in scores))
-    return in_one_sentence(changes, metrics[0], metrics[1], learned)
+    return in_words(changes, metrics[0], metrics[1], sum(map(len, ys)), learned)
 
 
-def in_one_sentence(
+def in_words(
     differences: Metrics[Difference],
     metrics: Metrics[float],
     of_plain: Metrics[float],
+    num_test: int,
     learned: Sequence[str] = ("learned weight decays",),
 ) -> str:
-    """The verdict.
+    """A line that compares both networks, and a line for each metric with its interval.
 
     Args:
-        differences: from the plain network.
-        metrics: of the learned network.
-        of_plain: of the plain network.
+        differences: learned minus plain, with 95 % intervals.
+        metrics: metrics of the learned network.
+        of_plain: metrics of the plain network.
+        num_test: number of test examples.
         learned: what was learned.
     """
-    better, worse, phrases = [], [], []
+    changes, lines = [], []
     for field in MEASURES:
         if getattr(differences, field) is None:
             continue
         metric = METRICS[field]
-        name, is_share = metric.short, metric.unit == "%"
-        factor, decimals, unit, percent = (100, 1, " points", " %") if is_share else (1, 3, "", "")
+        factor, decimals, unit, percent = (
+            (100, 1, " points", " %") if metric.unit == "%" else (1, 3, "", "")
+        )
         change, low, high = (factor * value for value in getattr(differences, field))
-        if not low <= 0 <= high:
-            (better if (change > 0) == (metric.better == "higher") else worse).append(name)
         here, there = (
             f"{factor * getattr(one, field):.{decimals}f}{percent}" for one in (metrics, of_plain)
         )
+        name = metric.short if metric.short.isupper() else metric.short.capitalize()
         if change == low == high == 0:
-            phrases.append(f"{name} {here} for both, and the same for each example")
+            lines.append(f"{name}: {here} for both, equal on every test example.")
             continue
-        ends = f"95 % interval {low:+.{decimals}f} to {high:+.{decimals}f}"
-        phrases.append(f"{name} {here} instead of {there} ({change:+.{decimals}f}{unit}, {ends})")
-    subject = _listed(learned)
-    subject = f"{subject[0].upper()}{subject[1:]}"
-    if not phrases:
-        return f"{subject}: no verdict, as the test examples allow no interval of the differences."
-    changes = [f"improved the {_listed(better)}"] if better else []
-    changes += [f"worsened the {_listed(worse)}"] if worse else []
-    verb = " and ".join(changes) or "gained nothing that the test data can show"
-    return f"{subject} {verb} against the plain network: {'; '.join(phrases)}."
+        line = (
+            f"{name}: {here} instead of {there}. Difference {change:+.{decimals}f}{unit}, 95 % "
+            f"interval {low:+.{decimals}f} to {high:+.{decimals}f}."
+        )
+        if low <= 0 <= high:
+            line += f" {num_test} test examples are too few to tell."
+        else:
+            changes.append((f"{'higher' if change > 0 else 'lower'} {metric.short}",
+                            (change > 0) == (metric.better == "higher")))  # fmt: skip
+        lines.append(line)
+    subject = f"With {_listed(learned)}"
+    if not lines:
+        return f"{subject}: no verdict, because the test examples give no interval."
+    if not changes:
+        first = (
+            f"{subject}: no difference from the plain network that these test examples can show."
+        )
+    else:
+        # A gain and a loss are contrasted, two of a kind are joined.
+        contrast = len({is_gain for _, is_gain in changes}) > 1
+        joined = (" but a " if contrast else " and a ").join(name for name, _ in changes)
+        first = f"{subject}, the network has a {joined} than the plain network."
+    return "\n".join([first, *lines])
 
 
 def instability(losses: Sequence[float]) -> str:
@@ -132,8 +147,8 @@ def instability(losses: Sequence[float]) -> str:
     if last <= max(2 * lowest, losses[0] / 10):
         return ""
     return (
-        f" But the plain network's training is unstable, its loss rose from {lowest:.3g} to "
-        f"{last:.3g}: compare at a lower learning rate."
+        f"\nThe training of the plain network is unstable: its loss rose from {lowest:.3g} to "
+        f"{last:.3g}. Compare at a lower learning rate."
     )
 
 

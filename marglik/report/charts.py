@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from marglik.prediction.intervals import share_interval
-from marglik.records import Coverage, Curve, Range
+from marglik.prediction.verdict import MEASURES
+from marglik.records import METRICS, Coverage, Curve, Range
 from marglik.report.contents import Predictive, Run
 from marglik.report.tables import NOTHING, Row, Table, interval, number, percentage
 
@@ -147,6 +148,53 @@ def _diagonal(name: str) -> Trace:
     """A dashed reference, without hover text."""
     points = _curve(name, [0, 1], [0, 1], 0, color=MUTED, dash="dash", mode="lines")
     return points | {"hoverinfo": "skip"}
+
+
+# What was gained
+
+
+def gain_charts(run: Run) -> list[Chart]:
+    """The metrics of the verdict for the plain and the learned network, a chart for each.
+
+    Both are temperature-scaled if there was held-out data. Whiskers are 95 % intervals over the
+    choice of test examples; the verdict's intervals are of the paired differences, and narrower.
+    """
+    networks = run.results.networks if run.results else {}
+    if "plain" not in networks:
+        return []
+    name, plain = [*networks["plain"].predictives.items()][-1]
+    learned_name, learned = next(iter(networks.items()))
+    pair = {"plain network": plain, learned_name: learned.predictives[name]}
+    charts = []
+    for field in MEASURES:
+        ends = [getattr(one.intervals, field) for one in pair.values()]
+        if None in ends:
+            continue
+        metric = METRICS[field]
+        factor = 100 if metric.unit == "%" else 1
+        values = [factor * getattr(one.metrics, field) for one in pair.values()]
+        above = [factor * high - value for (_, high), value in zip(ends, values, strict=True)]
+        below = [value - factor * low for (low, _), value in zip(ends, values, strict=True)]
+        bars = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+        points = _curve(
+            name, [*pair], values, run.style, mode="markers", size=12, error_y=bars,
+            customdata=[f"95 %: {interval(pair, 3, factor)}" for pair in ends],
+        )  # fmt: skip
+        title = f"{metric.title}, {metric.better} is better"
+        axis = f"{metric.short}{' in %' if factor > 1 else ''} on the test set"
+        low, high = (factor * end for end in (min(e[0] for e in ends), max(e[1] for e in ends)))
+        margin = 0.2 * (high - low)  # above the whiskers, where plotly has its buttons
+        charts.append(
+            _chart(
+                title,
+                [points],
+                ("network", axis),
+                keys=[*pair],
+                xaxis={"type": "category", "range": [-0.5, 1.5]},
+                yaxis={"range": [low - margin / 2, high + margin]},
+            )  # fmt: skip
+        )
+    return charts
 
 
 # How a run went

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kfac_backend.atomic_files import write_file
 from kfac_backend.extras import extra
+from marglik.report.charts import gain_charts
 from marglik.report.contents import Run, read_runs
 from marglik.report.sections import SECTIONS
 from marglik.report.tables import NOTHING, duration, number
@@ -70,6 +71,7 @@ def _render(runs: Sequence[Run]) -> str:
         title=" and ".join(dict.fromkeys(run.name for run in runs)),
         runs=runs,
         facts=_facts(runs),
+        gains=[gain_charts(run) for run in runs] if len(runs) == 1 else [],
         blocks={id: blocks_of(runs) for id, blocks_of in SECTIONS.items()},
         css=(folder / "page.css").read_text("utf-8"),
         scripts={name: (folder / f"{name}.js").read_text("utf-8") for name in ("theme", "page")},

@@ -45,7 +45,8 @@ def print_results(results: Results, report: Path) -> None:
     num_data, evidence = results.num_data, results.evidence
     if results.verdict:
         say()
-        _print_paragraph(results.verdict)
+        for line in results.verdict.splitlines():
+            _print_paragraph(line)
     if results.simple_models:
         _print_paragraph(results.simple_models)
     held_out = f", {results.held_out} held out" if results.held_out else ""

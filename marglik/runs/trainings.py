@@ -24,7 +24,7 @@ from marglik.prediction.evaluation import ExampleScores, evaluate, predictives_o
 from marglik.prediction.intervals import differences
 from marglik.prediction.predictive import Predictive, map_predictive, outputs_of
 from marglik.prediction.simple_models import evaluate_simple_models, simple_models_in_words
-from marglik.prediction.verdict import in_one_sentence, instability
+from marglik.prediction.verdict import in_words, instability
 from marglik.records import Evaluation, Metrics, Network, Results
 from marglik.runs.optimizers import build_optimizer
 from marglik.runs.results import evaluation_in_units, scores_in_units
@@ -222,7 +222,9 @@ def compare_with_plain(
     # Both calibrated, where there is something to calibrate with.
     first, name = next(iter(results.networks.values())), [*predictives][-1]
     metrics = first.predictives[name].metrics, evaluation.predictives[name].metrics
-    verdict = in_one_sentence(changes.get(name, Metrics()), *metrics, gains) + instability(losses)
+    num_test = len(tensors_in(setup.splits.test)[-1])
+    verdict = in_words(changes.get(name, Metrics()), *metrics, num_test, gains)
+    verdict += instability(losses)
     return replace(
         results,
         networks=results.networks | {plain.name: Network(evaluation.scores, changes)},

@@ -204,6 +204,20 @@ def test_bad_folders(case, tmp_path):
 # Classes of a source
 
 
+def test_wrong_labels_are_as_many_as_asked_for_and_in_the_training_data_alone():
+    right = Digits(test_fraction=0.5, validation=0.2).load()
+    wrong = Digits(test_fraction=0.5, validation=0.2, wrong_labels=0.1).load()
+    assert torch.equal(right.test[1], wrong.test[1])
+    for part, other in ((right.train, wrong.train), (right.validation, wrong.validation)):
+        assert torch.equal(part[0], other[0])
+        assert (part[1] != other[1]).sum() == round(0.1 * len(part[1]))
+    assert 0 <= wrong.train[1].min() and wrong.train[1].max() <= 9
+    again = Digits(test_fraction=0.5, validation=0.2, wrong_labels=0.1).load()
+    assert torch.equal(again.train[1], wrong.train[1])
+    with pytest.raises(ValueError, match="wrong_labels"):
+        Digits(wrong_labels=1.0)
+
+
 @pytest.mark.parametrize("classes", [["3", "1", "7"], [9]])
 def test_images_of_classes_keep_their_order_and_get_new_numbers(classes):
     digits = Digits(validation=0.2)

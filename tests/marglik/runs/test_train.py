@@ -67,7 +67,8 @@ def test_results_and_log(trained):
     page = (trained / "report.html").read_text()
     assert "MLP on digits (0, 1, 2)" in page
     assert results.verdict in html.unescape(page)
-    assert page.index("against the plain network") < page.index("Evidence and loss</h2>")
+    charts = page.index('id="verdict-chart-1"'), page.index('id="verdict-chart-2"')
+    assert page.index("plain network") < charts[0] < charts[1] < page.index("Summary</h2>")
 
 
 def test_the_saved_posterior_is_that_of_the_results(trained):
@@ -115,20 +116,20 @@ def without_numbers(printed):
 
 
 def test_digits_preset_keeps_its_promise(tmp_path, capsys, monkeypatch):
-    """What `make train` runs, in a third of its epochs: 95 % right, evidence up, decays apart."""
+    """What `make train` runs, in half of its epochs: 90 % right, evidence up, decays apart."""
     monkeypatch.setattr("marglik.runs.train.CHEAP_SECONDS", 1e9)  # on a busy machine, too
-    shorter = ["--epochs", "12", "--output", str(tmp_path / "run")]
+    shorter = ["--epochs", "20", "--output", str(tmp_path / "run")]
     assert main(["train", "--config", "digits", *shorter]) == 0
     printed = capsys.readouterr().out.partition("\nWritten to")[0]
     shown = (ROOT / "docs/index.md").read_text().partition("It ends with\n\n```")[2]
-    assert printed.lstrip().startswith("Learned weight decays and averaged parameters ")
+    assert printed.lstrip().startswith("With learned weight decays and averaged parameters")
     assert without_numbers(shown.partition("```")[0]) == without_numbers(printed)
     results = results_of(tmp_path / "run")
-    assert (results.num_data, results.held_out) == (1294, 144)
-    assert read_posterior(tmp_path / "run")["num_data"] == 1438  # what was held out, too
-    assert results.scores["learned, MAP"].metrics.accuracy >= 0.95
-    # On the test set, which has not chosen the calibration: 359 images have a standard error of
-    # 0.03 nats, and cannot tell predictives apart that differ by a hundredth.
+    assert (results.num_data, results.held_out) == (809, 90)
+    assert read_posterior(tmp_path / "run")["num_data"] == 899  # what was held out, too
+    assert results.scores["learned, MAP"].metrics.accuracy >= 0.9
+    # On the test set, which has not chosen the calibration: 898 images have a standard error of
+    # 0.02 nats, and cannot tell predictives apart that differ by a hundredth.
     nll = {name: scores.metrics.nll for name, scores in results.scores.items()}
     assert nll["learned, Laplace, probit"] <= nll["learned, MAP"] + 0.01
     fit = results.calibration  # on the held-out data, which chose it
@@ -209,7 +210,7 @@ def test_the_plain_network_is_what_torch_trains(tmp_path, monkeypatch):
     run = RunConfig(epochs=2, batch_size=64, output=str(tmp_path), progress=False)
     prior = PriorConfig(weight_decay=0.02)
     results = train(MLP(64, (16,), 10), Digits(test_fraction=0.6), prior=prior, run=run)
-    assert "against the plain network" in results.verdict and len(seen) == 4
+    assert "the plain network" in results.verdict and len(seen) == 4
     for ours, theirs in seen:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
