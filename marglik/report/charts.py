@@ -163,8 +163,8 @@ def gain_charts(run: Run) -> list[Chart]:
     if "plain" not in networks:
         return []
     name, plain = [*networks["plain"].predictives.items()][-1]
-    learned_name, learned = next(iter(networks.items()))
-    pair = {"plain network": plain, learned_name: learned.predictives[name]}
+    learned = next(iter(networks.values())).predictives[name]
+    pair = {"plain network": plain, "learned": learned}
     charts = []
     for field in MEASURES:
         ends = [getattr(one.intervals, field) for one in pair.values()]
