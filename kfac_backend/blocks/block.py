@@ -155,7 +155,7 @@ class KroneckerBlock:
 
     def _check_is_here(self) -> None:
         if self.is_meta:
-            raise kept_elsewhere(self.name)
+            raise missing_values(self.name)
 
     def _without_values(self) -> "KroneckerBlock":
         """The block as another rank has it."""
@@ -294,7 +294,7 @@ def gathered_blocks(
     holders = ranks.holders([not block.is_meta for block in blocks.values()])
     for name, of_block in zip(blocks, holders, strict=True):
         if not of_block:
-            raise kept_elsewhere(name)
+            raise missing_values(name)
     device = device or _device_of(block.factors["B"] for block in blocks.values())
     # The numbers of rows: an owner who changed a matrix in place has none any more.
     rows = ranks.gather(
@@ -341,7 +341,7 @@ def _solved(
     keys = sorted(factors, key=lambda number: -costs[number])
     holders = [of_all[number] for number in keys]
     if not all(holders):
-        raise kept_elsewhere(factors[keys[holders.index([])]][1])
+        raise missing_values(factors[keys[holders.index([])]][1])
     target_device = device or _device_of(factor for factor, _ in factors.values())
     owners = ranks.owners([costs[key] for key in keys], holders)
     own = [key for key, owner in zip(keys, owners, strict=True) if owner == ranks.rank]
@@ -363,7 +363,7 @@ def _solved(
     return [solved[number] for number in numbers]
 
 
-def kept_elsewhere(name: str) -> RuntimeError:
+def missing_values(name: str) -> RuntimeError:
     """The error for a block or factor, by its name, that none of the ranks asked has."""
     return RuntimeError(
         f"The values of '{name}' are kept by another rank. Bring all blocks to this one first, on "

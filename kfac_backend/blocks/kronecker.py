@@ -19,7 +19,7 @@ from kfac_backend.blocks.block import (
     KroneckerBlock,
     compute_eigenvalues,
     gathered_blocks,
-    kept_elsewhere,
+    missing_values,
 )
 from kfac_backend.layers.gram import Factor
 from kfac_backend.likelihoods import Likelihood, likelihood_of
@@ -106,7 +106,7 @@ class KroneckerFactors:
         """Raise a RuntimeError that names a block which another rank keeps."""
         for name, block in self.blocks.items():
             if block.is_meta:
-                raise kept_elsewhere(name)
+                raise missing_values(name)
 
     def gathered(
         self, ranks: Ranks, device: torch.device | str | None = None

@@ -36,6 +36,7 @@ from kfac_backend.engine.model_calls import call_with, explicit_forwards
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import Use
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
+from kfac_backend.layers.weight_sharing import LinearRule
 from kfac_backend.options import KfacApprox
 from kfac_backend.sharding import detached_parameters
 
@@ -499,7 +500,12 @@ class Capture:
         # An operation in place on a view gives it another node of the graph, and torch never calls
         # hooks of the former one. So layers that return a view (InstanceNorm) return a copy here.
         if number is not None and output._is_view():  # pyright: ignore[reportPrivateUsage]
-            output = output.clone()
+            # Of (N, R, d) linear layers return a view of a product that nobody else has: the same
+            # memory, without a view. A copy would take some percent of a transformer's batch.
+            is_linear = issubclass(tracked.rule, LinearRule)
+            output = (
+                torch.ops.aten._unsafe_view(output, output.shape) if is_linear else output.clone()
+            )
         # A first layer's output becomes a source; later ones are reached through the graph.
         keeps_graph = self.sink.in_training or (self.sink.differentiable and output.requires_grad)
         output = self.sources.reach(output, keeps_graph=keeps_graph)

@@ -74,8 +74,8 @@ def _einsum(equation: str, second: bool) -> Callable[..., Tensor] | None:
     of_x, _, of_w = inputs.partition(",")
     of_x, of_w = (of_x, of_w) if second else (of_w, of_x)
     e, first, last = (of_w + "   ")[:3]
-    turned = first in out  # (E, d_out, d_in)
-    i, o = (last, first) if turned else (first, last)
+    transposed = first in out  # (E, d_out, d_in)
+    i, o = (last, first) if transposed else (first, last)
     rest = of_x.replace(e, "").replace(i, "")
     fits = len(of_w) == 3 and i in of_x and i not in out and o not in of_x
     if not (fits and "." not in equation and sorted(out) == sorted(rest + e + o)):
@@ -83,7 +83,7 @@ def _einsum(equation: str, second: bool) -> Callable[..., Tensor] | None:
 
     def of_matrices(equation: str, *operands: Tensor) -> Tensor:
         x, w = operands if second else operands[::-1]
-        w = w.mT if turned else w
+        w = w.mT if transposed else w
         x = x.expand(len(w), *x.shape) if e not in of_x else x.movedim(of_x.index(e), 0)
         # (E, *rest, d_in), whose last axis may stand among the rest
         x = x.movedim(1 + of_x.replace(e, "").index(i), -1)

@@ -102,7 +102,7 @@ def patches(
             stride=(y.stride, x.stride),
         )  # (N, C·k1·k2, R)
         return unfolded.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
-    by_group = _met(padded, 2, axes).unflatten(1, (groups, -1)).movedim(2, -1 - number)
+    by_group = _strided_windows(padded, 2, axes).unflatten(1, (groups, -1)).movedim(2, -1 - number)
     return by_group.movedim(1, 0).flatten(-1 - number).flatten(2, -2)  # from (N, G, *R, c, *kernel)
 
 
@@ -114,12 +114,14 @@ def patch_rows(
     In that order a patch is copied in long runs, which takes a third of the time.
     """
     number, last = len(axes), pad(a, *axes).movedim(1, -1).contiguous()
-    by_group = _met(last, 1, axes).unflatten(1 + number, (groups, -1)).movedim(1 + number, 0)
+    by_group = (
+        _strided_windows(last, 1, axes).unflatten(1 + number, (groups, -1)).movedim(1 + number, 0)
+    )
     in_order = by_group.movedim(2 + number, -1)  # (G, N, *R, *kernel, c)
     return in_order.flatten(2 + number).flatten(1, 1 + number)
 
 
-def _met(padded: Tensor, first: int, axes: tuple[Window, ...]) -> Tensor:
+def _strided_windows(padded: Tensor, first: int, axes: tuple[Window, ...]) -> Tensor:
     """A view of an image: an axis's positions in its place, its offsets in another at the end."""
     for axis, window in enumerate(axes, start=first):
         padded = padded.unfold(axis, window.reach, window.stride)[..., :: window.dilation]

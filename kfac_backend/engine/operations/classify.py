@@ -78,12 +78,12 @@ def follow(
     extended = replace(assignment, operations=operations)
     copied = _CopiedParameters()
 
-    def run(follower: Callable[..., Follower], numbers: list[int]) -> Any:
+    def run(follower: Callable[..., Follower], indices: list[int]) -> Any:
         with (
             Capture(model, extended, copied, follower=follower) as capture,
             forked_random_numbers(model),
         ):
-            capture.forward(examples(x, torch.tensor(numbers)))
+            capture.forward(examples(x, torch.tensor(indices)))
             return capture.follower
 
     # Two runs: sizes that double with a second example are those of examples or of their rows.

@@ -100,12 +100,12 @@ class RecurrentByParts(LayerByParts):
         over = steps >= lengths[:, None]  # (N, T)
         padding = over if isinstance(input, PackedSequence) else None
         # Step 2: the layers, each in one or two directions. The reverse one begins at the end.
-        turned = torch.where(over, steps, lengths[:, None] - 1 - steps)
+        from_the_end = torch.where(over, steps, lengths[:, None] - 1 - steps)
         suffixes, states, ends = _suffixes(layer), _initial(layer, x, hx), []
         for k in range(layer.num_layers):
             outputs = []
             for suffix in (s for s in suffixes if s.removesuffix("_reverse") == f"_l{k}"):
-                order = turned if suffix.endswith("_reverse") else None
+                order = from_the_end if suffix.endswith("_reverse") else None
                 names = [name for name in _PARTS if name + suffix in parts]
                 maps = {name: parts[name + suffix] for name in names}
                 with rows_of_sequences(x, layer.batch_first, padding):

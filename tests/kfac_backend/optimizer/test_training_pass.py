@@ -84,13 +84,21 @@ def test_positions_that_a_mask_hides(kfac_approx):
     assert error(unmasked["first.weight"].to_dense(), blocks["first.weight"].to_dense()) > 0.05
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: (nn.Conv2d(2, 3, 2), nn.InstanceNorm2d(3, affine=True)),
+        lambda: (nn.Conv2d(2, 3, 2), nn.Linear(3, 3)),
+    ],
+    ids=["norm", "linear"],
+)
 @pytest.mark.parametrize("kfac_approx", MODES)
-def test_a_view_that_is_changed_in_place(kfac_approx):
-    """The output of InstanceNorm is one; torch calls no hook on it after that."""
+def test_a_view_that_is_changed_in_place(kfac_approx, layers):
+    """The output of these layers is one; torch calls no hook on it after that."""
     blocks = {}
     for inplace in (True, False):
         model = nn.Sequential(
-            nn.Conv2d(2, 3, 2), nn.InstanceNorm2d(3, affine=True), nn.LeakyReLU(0.1, inplace),
+            *layers(), nn.LeakyReLU(0.1, inplace),
             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3),
         )  # fmt: skip
         blocks[inplace] = in_training(randomize(model), *data(), kfac_approx=kfac_approx)
