@@ -338,7 +338,7 @@ class SuspiciousLabels:
     judged: int = 0
     """Number of labels."""
     number: int = 0
-    """Number of those with a score above 1."""
+    """Number of those to look at, see `marglik.prediction.suspicious_labels`."""
     agreement: float = 0.0
     """Share of the labels that the network predicted, on average over training."""
     examples: list[SuspiciousLabel] = field(default_factory=list)

@@ -8,6 +8,12 @@ label is, over the surprise that p̄_n itself expects, the entropy:
     s_n = −log p̄_n,y_n / −Σ_c p̄_nc log p̄_nc
 
 Without the denominator, honest labels of hard examples come before wrong labels of easy ones.
+
+Of two classes this is above 1 wherever the prediction is the other class, and says no more. There
+the score is −log p̄_y / log 2, in the order of the label's probability of being wrong, and
+`SuspiciousLabels.number` counts the labels beyond chance: labels drawn from p̄ contradict the
+prediction Σ_n q_n times on average, q_n = min(p̄_n, 1 − p̄_n), with the variance Σ_n q_n (1 − q_n).
+
 With a share ε of labels that were drawn at random from C classes, as calibration finds it, each
 label also has a probability of being wrong. Of labels that p̄ has not seen it is (ε/C)(1 − p̄_y)/
 ((1 − ε) p̄_y + ε/C), odds of κ (1 − p̄_y)/p̄_y with κ = (ε/C)/(1 − ε + ε/C). Training has seen them,
@@ -18,6 +24,7 @@ Sources: Pleiss et al. 2020 (arXiv:2001.10528) average margins of logits over ep
 al. 2020 (arXiv:2009.10795) probabilities; the quotient was chosen by our own study.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from copy import copy
@@ -35,6 +42,8 @@ from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import Ranks
 from marglik.data.batches import Batches
 
+DEVIATIONS = 2.0
+"""Standard deviations by which contradicted labels of two classes exceed their mean by chance."""
 LARGEST_RECORD = 2**26
 """Most numbers p̄ that a run keeps: 512 MiB, and as much in each checkpoint."""
 
@@ -50,19 +59,17 @@ class SuspiciousLabels:
     predicted: Int64[Tensor, " M"]
     """The classes that the network preferred in the mean over epochs."""
     score: Float[Tensor, " M"]
-    """The label's surprise, over what the network expects: 1 on average for draws from p̄, at most
-    1 where the network agrees with the label."""
+    """The label's surprise, over what the network expects, of two classes over log 2: at most 1
+    where the network agrees with the label. Of more classes 1 on average for draws from p̄."""
     wrong: Float[Tensor, " M"] | None = None
-    """The probability that the label is wrong; None if ε is not known."""
+    """The probability that the label is wrong; None if ε is not known, or 0."""
+    number: int = 0
+    """How many of the first to look at: labels that the network contradicts, and not for doubt.
 
-    @property
-    def number(self) -> int:
-        """How many scores are above 1: labels that the network contradicts, and not for doubt.
-
-        Of a network that predicts most labels well, nearly all of them are wrong. Others are hard
-        examples, of which it is wrongly sure.
-        """
-        return int((self.score > 1).sum())
+    Of more than two classes those with a score above 1. Of two classes the expected number of wrong
+    labels, Σ ``wrong``; where ε is not known, the contradicted labels beyond what chance explains.
+    Of a network that predicts most labels well, nearly all of them are wrong. Others are hard
+    examples, of which it is wrongly sure."""
 
     @property
     def agreement(self) -> float:
@@ -88,7 +95,7 @@ def suspicious_labels(
             Examples with NaN (never seen) are left out.
         label_noise: ε, for each label's probability of being wrong: the ``label_noise`` of a
             calibration, or the ``noise`` of likelihood "noisy_classification". The probabilities
-            add up to N ε (C − 1)/C.
+            add up to N ε (C − 1)/C; of 0, as of None, there are none.
         output_temperature: τ of that calibration: these probabilities are of p̄^(1/τ), normalised.
 
     Raises:
@@ -116,14 +123,23 @@ def suspicious_labels(
         )
     log_p = p.clamp_min(1e-12).log()  # (M, C)
     surprise = -log_p.gather(1, label[:, None]).squeeze(1)
-    score = surprise / -(p * log_p).sum(1).clamp_max(-1e-12)
+    is_binary = p.shape[1] == 2
+    expected = surprise.new_tensor(math.log(2)) if is_binary else -(p * log_p).sum(1)
+    score = surprise / expected.clamp_min(1e-12)
     order = score.argsort(descending=True, stable=True)
-    wrong = None
-    if label_noise is not None:
+    wrong, number = None, int((score > 1).sum())
+    if label_noise:
         own = (log_p / output_temperature).softmax(1).gather(1, label[:, None]).squeeze(1)
         odds = -own.logit(1e-12)  # of another class, in logarithms
         wrong = _with_mean(odds, label_noise * (1 - 1 / p.shape[1]))[order]
-    return SuspiciousLabels(index[order], label[order], p.argmax(1)[order], score[order], wrong)
+    if is_binary and wrong is not None:
+        number = min(number, round(wrong.sum().item()))
+    elif is_binary:
+        q = p.amin(1)  # the probability that a draw from p̄ contradicts the prediction
+        chance = q.sum() + DEVIATIONS * (q * (1 - q)).sum().sqrt()
+        number = max(0, number - math.ceil(chance.item()))
+    of_order = index[order], label[order], p.argmax(1)[order], score[order]
+    return SuspiciousLabels(*of_order, wrong, number)
 
 
 def _with_mean(odds: Float[Tensor, " M"], mean: float) -> Float[Tensor, " M"]:

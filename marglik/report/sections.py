@@ -255,7 +255,7 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
             blocks.append(run.titled(labels.unknown))
             continue
         text = (
-            f"{labels.number:,} of {labels.judged:,} labels have a score above 1. The network "
+            f"{labels.number:,} of {labels.judged:,} labels are to be looked at. The network "
             f"predicted {percentage(labels.agreement, 1)} of the labels, on average over the "
             "epochs. Examples count from 0, as the rows of the file or the images of the data do."
         )

@@ -167,8 +167,8 @@ def _print_suspicious(labels: SuspiciousLabels) -> None:
         return
     say()
     _print_paragraph(
-        f"Training labels to look at, wrong or hard: {labels.number} of {labels.judged} have "
-        f"a score above 1. The network predicted {100 * labels.agreement:.0f} % of all, on "
+        f"Training labels to look at, wrong or hard: the {labels.number} of {labels.judged} with "
+        f"the highest scores. The network predicted {100 * labels.agreement:.0f} % of all, on "
         "average over training. Examples count from 0, as the rows of the file or the images of "
         "the data do."
     )

@@ -158,7 +158,7 @@ def _suspicious(
     ignored = splits.targets.ignore_index
     counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
     labels = suspicious_labels(
-        y[counts], p[counts], calibration.label_noise or None, calibration.output_temperature
+        y[counts], p[counts], calibration.label_noise, calibration.output_temperature
     )
     examples = []
     for i in range(min(labels.number, MOST_SUSPICIOUS)):

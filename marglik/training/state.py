@@ -456,7 +456,7 @@ class LearnerState:
     best: dict[str, Any] | None = None
     """The update of the highest evidence, with keep="best"."""
     shown_noise: list[float] = field(default_factory=list)
-    """The ε that the training labels show after each epoch, where there are no held-out ones."""
+    """The ε that held-out labels, or else those of training, show after each epoch of a look."""
     decay_history: dict[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
     """Epoch -> δ of each tensor, σ and likelihood from its end on; see `PriorLearner.replay`."""
     record: dict[str, Any] = field(default_factory=dict)

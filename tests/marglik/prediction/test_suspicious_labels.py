@@ -157,3 +157,35 @@ def test_logits_are_no_probabilities():
         with pytest.raises(ValueError, match="no probabilities of classes"):
             suspicious_labels(torch.zeros(6, dtype=torch.long), wrong)
     suspicious_labels(torch.zeros(6, dtype=torch.long), logits.softmax(1).bfloat16())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_two_classes_only_what_is_beyond_chance_counts(seed):
+    """Labels drawn from p̄ contradict a quarter of the predictions, and none is to be looked at."""
+    generator, N = torch.Generator().manual_seed(seed), 720
+    own = torch.sigmoid(1.5 * torch.randn(N, generator=generator)).double()
+    p = torch.stack([1 - own, own], 1)
+    y = torch.bernoulli(own, generator=generator).long()
+    clean = suspicious_labels(y, p)
+    assert (clean.score > 1).sum() > N / 5 and clean.number <= 12
+    # Negative control: of a fifth of changed labels most are counted, where predictions are sure.
+    sure = torch.stack([1 - own, own], 1).pow(6)
+    sure /= sure.sum(1, keepdim=True)
+    true = sure.argmax(1)
+    is_wrong = torch.rand(N, generator=generator) < 0.2
+    found = suspicious_labels(torch.where(is_wrong, 1 - true, true), sure)
+    assert 0.5 < found.number / is_wrong.sum() <= 1
+    assert is_wrong[found.index[: found.number]].double().mean() > 0.9
+    # Its order is that of the probabilities, which add up to what held-out labels say.
+    with_noise = suspicious_labels(torch.where(is_wrong, 1 - true, true), sure, 0.4)
+    assert torch.equal(with_noise.index, found.index)
+    assert torch.equal(with_noise.wrong, with_noise.wrong.sort(descending=True).values)
+    assert with_noise.number == pytest.approx(0.2 * N, abs=25)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_without_noise_no_label_has_a_probability_of_being_wrong(classes):
+    p = torch.full((4, classes), 1 / classes)
+    y = torch.tensor([0, 1, 0, 1])
+    assert suspicious_labels(y, p, 0.0).wrong is None
+    assert suspicious_labels(y, p, 0.1).wrong is not None

@@ -137,6 +137,36 @@ def test_without_held_out_labels_the_training_labels_show_it(caplog):
     assert given.laplace.likelihood.parameters["noise"] == 0.25
 
 
+@pytest.mark.parametrize(
+    ("shows", "expected"),
+    [
+        ({}, {}),
+        ({8: 0.003, 10: 0.003, 11: 0.003}, {}),  # in no three epochs in a row
+        ({7: 0.2, 8: 0.1, 9: 0.3, 10: 0.2, 12: 0.1}, {9: 0.3, 10: 0.2}),
+        ({6: 0.2, 7: 0.1, 8: 0.3}, {8: 0.3}),
+    ],
+)
+def test_held_out_labels_show_noise_in_three_epochs_in_a_row(monkeypatch, shows, expected):
+    """Of twelve epochs, those from the eighth on are late. Without noise it trains as without."""
+    epochs, noises = [], {}
+    of_labels = learned_numbers._noise_of
+
+    def noise_of(problem, state, batches):
+        assert of_labels(problem, state, batches) >= 0  # draws what it draws
+        epochs.append(state.epoch)
+        return shows.get(state.epoch, 0.0)
+
+    monkeypatch.setattr(learned_numbers, "_noise_of", noise_of)
+    noisy = trained(wrong=0.0, every=None)
+    for epoch, (*_, text) in noisy.learner.state.decay_history.items():
+        if (noise := float(likelihood_of(text).parameters["noise"])) > 0:
+            noises[epoch] = noise
+    assert noises == expected and epochs == [*range(6, 13)]
+    plain = trained(wrong=0.0, every=None, likelihood="classification")
+    is_same = torch.equal(noisy.laplace.mean, plain.laplace.mean)
+    assert is_same == (not expected)
+
+
 class Shuffled:
     """A loader of a user's own, with a generator of its own."""
 
