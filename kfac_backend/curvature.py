@@ -70,13 +70,11 @@ def kronecker_factors(
     Where a Fisher draws, each rank has draws of its own, from the generator's state and its rank.
     If all ranks have the same seed, the same seed and number of ranks give the same factors.
 
-    The factors are the sum over the batches as they are given; larger ones are faster. Where the
+    The factors are the sum over the batches as they are given. Where the
     number of positions R depends on a batch's padding, so do the factors: a mask, or
     `counted_positions`, makes R each example's own.
 
-    On a CPU a large batch that is one tensor runs in parts, if it is shown that they have the same
-    outputs and the same R, and convolutions run in channels_last. That changes only rounding, and
-    the order in which labels are drawn.
+    On a CPU convolutions run in channels_last, which changes only rounding.
 
     Raises:
         ValueError: no data, no trainable parameter, targets that do not fit, a model whose own loss
@@ -85,10 +83,9 @@ def kronecker_factors(
         TypeError: inputs that are not of floating point, outputs that are not a tensor, labels
             that are not integers, batches that are neither (x, y) nor a mapping.
         KeyError: a mapping without ``dict_key_y``.
-        NotImplementedError: a parameter without a rule, or used in a way that cannot be followed; a
-            part of a batch with another R than the first batch had.
-        torch.OutOfMemoryError: a batch that is too large, with a batch size that fits; factors that
-            do not fit whatever the batch size, before the first batch.
+        NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
+        torch.OutOfMemoryError: a batch that is too large; factors that do not fit whatever the
+            batch size, before the first batch.
         RankError: another rank has another model or other options.
     """
     curvature = CurvaturePass(

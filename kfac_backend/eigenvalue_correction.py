@@ -1,6 +1,5 @@
 """`corrected_factors`: eigenvalues of the exact blocks in the factors' eigenbasis (EKFAC)."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -155,13 +154,13 @@ class SecondMoments(Sink):
             if name in names
         }
         self._gradients = LayerGradients(assignment, spectra)
-        self._begin_part()
+        self._begin_batch()
 
-    def _begin_part(self) -> None:
+    def _begin_batch(self) -> None:
         self._uses: dict[TrackedLayer, int] = {}  # of each layer
         # For each use, the number of a vector -> its gradients, until they are squared together.
         self._by_use: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
-        self._held_bytes = self._vector = self._times_added = 0
+        self._held_bytes = self._vector = 0
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
         """Count the layer's uses."""
@@ -180,13 +179,10 @@ class SecondMoments(Sink):
         if self._held_bytes + of_one > self._memory:
             self._add_held()
 
-    def part_done(self, f: Tensor, y: Tensor) -> None:
+    def batch_done(self, f: Tensor, y: Tensor) -> None:
         """Square the gradients that are still held."""
         self._add_held()
-        # Inputs were rotated several times. With parts smaller by that factor, once is enough.
-        if self._times_added > 1:
-            self.most_examples = max(1, math.ceil(len(f) / self._times_added))
-        self._begin_part()
+        self._begin_batch()
 
     def sums(self) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
         """Parameter name -> Σ_n Σ_v (Qᵀ g_nv)², in the shape of the block's spectrum."""
@@ -196,7 +192,6 @@ class SecondMoments(Sink):
         """Square the held gradients of all layers, add them to the moments, and drop them."""
         if not self._by_use:
             return
-        self._times_added += 1
         # The vectors become the axis that a covariance has for outputs: (M, R, V, d_out).
         vectors = sorted({v for of_use in self._by_use.values() for v in of_use})
 

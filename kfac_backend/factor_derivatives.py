@@ -219,12 +219,12 @@ class PairedRows(FactorSums):
                 total.gram = _Paired(total.gram, weight, self._scalars, self.differentiable)
 
     @contextmanager
-    def part(self) -> Iterator[None]:
+    def around_batch(self) -> Iterator[None]:
         """The tensors require a gradient, and no attention is fused, which has one derivative."""
         with _requiring(self._tensors, True), plain_attention():
             yield
 
-    def part_done(self, f: Tensor, y: Tensor) -> None:
+    def batch_done(self, f: Tensor, y: Tensor) -> None:
         """Differentiate a part's inner products, as one number in one backward pass.
 
         With the end of the part the graph goes, so that memory holds one part's.
@@ -269,7 +269,7 @@ class PairedVectors(PairedRows):
     for v' times size."""
 
     @contextmanager
-    def part(self) -> Iterator[None]:
+    def around_batch(self) -> Iterator[None]:
         """The parameters require a gradient."""
         with _requiring(self._tensors, required=True):
             yield
@@ -303,7 +303,7 @@ class PairedVectors(PairedRows):
             self._gradients[which].view(-1)[entry] += 0.5 * weight * scalar
         self._scalars.clear()
 
-    def part_done(self, f: Tensor, y: Tensor) -> None:
+    def batch_done(self, f: Tensor, y: Tensor) -> None:
         """Add the loss's derivative."""
         loss = self._of_loss * loss_sum(f.detach(), y, self._likelihood)
         self._add(torch.autograd.grad(loss, self._tensors, allow_unused=True), f, y)

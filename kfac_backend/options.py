@@ -124,8 +124,7 @@ class PassOptions(Options):
             it does not cover.
         backward_precision: precision of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
             than float32, and make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
-            bf16); A is not affected. auto is float32, but on a GPU tf32 in passes over more than
-            2048 examples, if no B of some of them differs by more than 0.1 %.
+            bf16); A is not affected.
         diagonal_above: number of rows above which only the diagonal of a weight's factor over its
             rows is kept, and of its bias's block, for the layers of large vocabularies. Traces and
             each row's own curvature stay exact (of a tied weight, each row's trace); the coupling
@@ -140,7 +139,7 @@ class PassOptions(Options):
     fisher: str = "exact"
     mc_samples: int = 1
     unsupported: Unsupported = "error"
-    backward_precision: BackwardPrecision = "auto"
+    backward_precision: BackwardPrecision = "float32"
     diagonal_above: int | None = None
 
     def __post_init__(self) -> None:

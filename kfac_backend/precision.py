@@ -13,11 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-BackwardPrecision = Literal["auto", "float32", "tf32", "bf16"]
-
-LONG_PASS = 2048
-"""Examples of a pass before backward_precision="auto" tries a faster precision, which costs two
-small batches."""
+BackwardPrecision = Literal["float32", "tf32", "bf16"]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -26,8 +22,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[None]:
-    """Multiply float32 in the backward passes' precision; with "auto" in full."""
-    if precision in ("auto", "float32"):
+    """Multiply float32 in the backward passes' precision."""
+    if precision == "float32":
         return nullcontext()
     cpu, gpu = ("bf16", "ieee") if precision == "bf16" else ("ieee", "tf32")
     return _products_in(cpu, cpu, gpu, gpu)
@@ -43,12 +39,12 @@ class Arithmetic:
 
     device: torch.device
     precision: BackwardPrecision
-    """Of the backward passes; "auto" is float32 until a long pass decides it."""
+    """Of the backward passes."""
 
     def __post_init__(self) -> None:
         """Check the precision."""
-        supported = {"cpu": ("auto", "float32", "bf16"), "cuda": ("auto", "float32", "tf32")}
-        available = supported.get(self.device.type, ("auto", "float32"))
+        supported = {"cpu": ("float32", "bf16"), "cuda": ("float32", "tf32")}
+        available = supported.get(self.device.type, ("float32",))
         if self.precision not in available:
             raise ValueError(
                 f"backward_precision={self.precision!r} does nothing on device "
@@ -60,7 +56,7 @@ class Arithmetic:
 
         In a training's own forward and backward pass also without gradients.
         """
-        is_full = not in_training and self.precision in ("auto", "float32")
+        is_full = not in_training and self.precision == "float32"
         if is_full and not torch.is_autocast_enabled(self.device.type):
             return nullcontext()  # the pass as a whole has full precision
         stack = ExitStack()

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from kfac_backend.engine.batches import detached, examples, num_examples
-from kfac_backend.engine.model_calls import call_with, make_plan, plain_attention
+from kfac_backend.engine.batches import detached
+from kfac_backend.engine.model_calls import call_with, plain_attention
 from kfac_backend.engine.operations.padding import NoTangentOfPadding
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.sharding import check_whole
@@ -40,18 +40,11 @@ def linearised_outputs(
         torch.inference_mode(False), torch.no_grad(), full_float32(), plain_attention(),
     ):  # fmt: skip
         x = detached(x, device)
-        N = num_examples(x)
-        size = make_plan(model, x, N, device).part_size
-        parts = [x]
-        if N and size:
-            parts = [examples(x, slice(start, start + size)) for start in range(0, N, size)]
         # Change by change: each is a forward pass with a tangent, which holds no graph.
         outputs = []
         for change in zip(*changes.values(), strict=True):
             by_name = dict(zip(changes, change, strict=True))
-            outputs.append(
-                torch.cat([_outputs(model, parameters, by_name, part) for part in parts])
-            )
+            outputs.append(_outputs(model, parameters, by_name, x))
     return torch.stack(outputs)
 
 

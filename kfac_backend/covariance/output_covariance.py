@@ -48,12 +48,12 @@ from kfac_backend.engine.batches import (
 from kfac_backend.engine.capture import Capture, Sink, unknown_examples
 from kfac_backend.engine.factor_sums import total_memory
 from kfac_backend.engine.model_calls import (
-    Plan,
+    BatchTrial,
     call_with,
     in_channels_last,
-    make_plan,
     plain_attention,
     preserve_state,
+    try_batch,
 )
 from kfac_backend.engine.operations.example_gradients import gradients_of_examples
 from kfac_backend.engine.proof import Proof
@@ -301,8 +301,8 @@ class OutputCovariance:
     def _measure(self, x: Any, K: int | None) -> _Sizes:
         """How many pairs of this shape fit into the memory, by one vector's gradients."""
         N = num_examples(x)
-        plan = Plan(splits=True) if N == 1 else make_plan(self._model, x, N, self._device)
-        x = first_and_last(x, N) if plan.splits else x
+        batch = BatchTrial(splits=True) if N == 1 else try_batch(self._model, x, N)
+        x = first_and_last(x, N) if batch.splits else x
         measured = _GradientBytes(self._gradients)
         with self._capture(measured) as capture:
             f = capture.forward(x)
@@ -313,8 +313,7 @@ class OutputCovariance:
         of_pair = (measured.bytes * (K or f.shape[-1]) + f.nbytes) // len(f)
         room = self._memory - (PRODUCTS + 2) * self._product_bytes
         part = max(1, room // max(1, of_pair))
-        part = min(part, plan.part_size or part)
-        return _Sizes(f.shape[1:], part if plan.splits else None, plan.channels_last)
+        return _Sizes(f.shape[1:], part if batch.splits else None, batch.channels_last)
 
     def _mask(self, x: Any, sizes: _Sizes, positions: Tensor | None) -> Tensor:
         """The mask of the wanted positions: (N,) for outputs (N, C), else (N, ...)."""

@@ -62,7 +62,7 @@ def mode_of_first_batches(
         mode, traces = automatic_mode(proof.output_dim), {}
         if mode == "reduce":
             # All of them where the model needs a whole batch, of which the first decide, too.
-            if proof.plan.splits:
+            if proof.batch.splits:
                 first = slice(EXAMPLES)
                 x, y, mask = examples(x, first), y[first], None if mask is None else mask[first]
             # Dropout that is on must not use up the user's random numbers.

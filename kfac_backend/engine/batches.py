@@ -6,7 +6,6 @@ called in `engine.model_calls`.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy as copy_of
 from typing import Any
@@ -234,10 +233,3 @@ def splits_by_example(x: Any, y: Any) -> bool:
     """Whether the input has as many examples as there are targets."""
     targets = len(y) if isinstance(y, Tensor) and y.dim() > 0 else None
     return targets is not None and num_examples(x) == targets
-
-
-def parts(x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batch in even parts of at most ``size`` examples."""
-    size = math.ceil(len(y) / math.ceil(len(y) / size))
-    for start in range(0, len(y), size):
-        yield x[start : start + size], y[start : start + size]

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 class Sink:
     """Receives what the tracked layers see; it ignores what a subclass does not take.
 
-    In this order: for a pass, `start`. For each part of a batch: `input`, each time that a layer
+    In this order: for a pass, `start`. For each batch: `input`, each time that a layer
     runs. For each vector that is propagated back: `gradient`, for each run that the vector reaches;
-    then `vector_done`. After the last vector `part_done`, and `example_gradients` of parameters
+    then `vector_done`. After the last vector `batch_done`, and `example_gradients` of parameters
     without a rule. After the last batch `sums`.
     """
 
@@ -63,9 +63,7 @@ class Sink:
     require a gradient."""
 
     takes_example_gradients: ClassVar[bool] = False
-    """Whether `example_gradients` does anything; they cost other passes over each part."""
-    most_examples: int | None = None
-    """The most examples of a part, where batches may be split; None: as many as the plan says."""
+    """Whether `example_gradients` does anything; they cost other passes over each batch."""
 
     def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
         """Begin with empty sums, also after a pass that failed.
@@ -75,8 +73,8 @@ class Sink:
             kfac_approx: the mode, no longer "auto".
         """
 
-    def part(self) -> AbstractContextManager[object]:
-        """The context that a part runs in."""
+    def around_batch(self) -> AbstractContextManager[object]:
+        """The context that a batch runs in."""
         return nullcontext()
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
@@ -98,13 +96,13 @@ class Sink:
         """
 
     def vector_done(self) -> None:
-        """All inputs of a part, and all gradients of a vector, have come.
+        """All inputs of a batch, and all gradients of a vector, have come.
 
-        It comes at least once for each part: outputs that depend on no layer have no gradients.
+        It comes at least once for each batch: outputs that depend on no layer have no gradients.
         """
 
-    def part_done(self, f: Tensor, y: Tensor) -> None:
-        """All vectors of a part have come, whose outputs and targets these are."""
+    def batch_done(self, f: Tensor, y: Tensor) -> None:
+        """All vectors of a batch have come, whose outputs and targets these are."""
 
     def example_gradients(self, name: str, g: Tensor) -> None:
         """Each example's gradient for each vector (n, V, *shape) in a parameter without a rule."""

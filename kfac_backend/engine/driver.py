@@ -2,16 +2,16 @@
 
 Life cycle. The constructor assigns a rule to each layer. `Driver.start` begins a pass with a sink.
 `Driver.add` takes one batch: `Driver.prepare` finds its targets, and proves and decides on the
-first batches what holds for all (the proof, and kfac_approx="auto"). Then the batch runs part by
-part. For each part a `Capture` runs the model forward, where the sink receives the layers' inputs,
-and propagates the Fisher's vectors back, where it receives the gradients. `Driver.finish` sums over
+first batches what holds for all (the proof, and kfac_approx="auto"). Then a `Capture`
+runs the model forward, where the sink receives the layers' inputs, and propagates the Fisher's
+vectors back, where it receives the gradients. `Driver.finish` sums over
 ranks. What is proved stays proved for the next pass.
 
 A sink's sums begin with the first batch and not earlier: only the proof decides the rules of
 derived layers, and only the first batch decides kfac_approx="auto".
 
 A step of training makes its own forward pass (`optimizer.training_pass`), and calls what `Driver`
-does to a part one by one: `capture`, `propagate`, `PassState.add`.
+does to a batch one by one: `capture`, `propagate`, `PassState.add`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,11 +28,10 @@ from kfac_backend.engine.batches import (
     each_batch,
     examples,
     has_no_examples,
-    parts,
     split_batch,
     splits_by_example,
 )
-from kfac_backend.engine.capture import Capture, RunRecord, Sink
+from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.model_calls import in_channels_last, is_out_of_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
@@ -41,7 +40,7 @@ from kfac_backend.engine.task import BatchChecks, Task, check_inputs
 from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import Likelihood, counted_terms, loss_sum, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
-from kfac_backend.precision import LONG_PASS, Arithmetic, backward_arithmetic, full_float32
+from kfac_backend.precision import Arithmetic, backward_arithmetic, full_float32
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
 from kfac_backend.sharding import is_sharded, resharded
 
@@ -62,7 +61,7 @@ class PassState:
     num_batches: int = 0
     num_outputs: int = 0
     weights: dict[str, Tensor] | None = None
-    """Convolutions' weights in the memory format that is faster; None until the first part, with
+    """Convolutions' weights in the memory format that is faster; None until the first batch, with
     which the sink starts, too."""
     failed: bool = False
     """Whether a batch was added in part, so that the sums are useless."""
@@ -70,7 +69,7 @@ class PassState:
     """Whether the sums were taken, so that a batch begins another pass."""
 
     def add(self, f: Tensor, y: Tensor, likelihood: Likelihood) -> None:
-        """Count a part's examples and loss terms, when all of it is added."""
+        """Count a batch's examples and loss terms, when all of it is added."""
         self.num_data += len(f)
         self.num_outputs = f.shape[-1]
         self.num_loss_terms += num_counted_terms(f, y, likelihood)
@@ -159,21 +158,15 @@ class Driver:
         if self.ranks.size > 1:
             pairs = (pair for pair in pairs if not has_no_examples(pair[1]))
         for x, y in self.sharded.in_step(pairs) if self.sharded else pairs:
-            is_long = self.state.num_data >= LONG_PASS
-            if self.arithmetic.precision == "auto" and not self.sharded and is_long:
-                # Loaded only where a pass is long.
-                from kfac_backend.engine.automatic_precision import fitting_precision
-
-                self.arithmetic.precision = fitting_precision(self, x, y)
             self.add(x, y)
 
     def add(self, x: Any, y: Any) -> None:
-        """Add one batch: forward passes of its parts, and one backward pass per vector.
+        """Add one batch: a forward pass, and one backward pass per vector.
 
         Collective for a model under `fully_shard`: all ranks add equally many batches.
 
         Raises:
-            torch.OutOfMemoryError: naming a batch size that fits.
+            torch.OutOfMemoryError: a batch that is too large; a note names the ways out.
             RuntimeError: after a batch that failed, until `start`.
         """
         self._go_on()
@@ -182,23 +175,18 @@ class Driver:
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
-        self.state.failed, kfac_approx = True, self.kfac_approx
+        self.state.failed = True
         with full_float32(), resharded(self.model) if self.sharded else nullcontext():
-            if not self._fits(x, y):
-                # Other ranks would have to try smaller batches, too.
-                fitting = None if self.sharded else self._fitting_size(x, y)
-                # Not decided by the examples that happen to fit.
-                self.kfac_approx = kfac_approx
-                way_out = (
-                    f"Batches of {fitting} fit."
-                    if fitting
-                    else "Use smaller batches, keep large factors by their diagonal "
-                    "(diagonal_above), or freeze the largest layers (requires_grad_(False))."
-                )
-                raise torch.OutOfMemoryError(
-                    f"Out of memory on {self.device} in a curvature pass with batches of {len(y)} "
-                    f"examples. {way_out}"
-                )
+            try:
+                self._add_batch(x, y)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    error.add_note(
+                        f"That was a curvature pass with a batch of {len(y)} examples. Use smaller "
+                        "batches, keep large factors by their diagonal (diagonal_above), or freeze "
+                        "the largest layers (requires_grad_(False))."
+                    )
+                raise
             # After the first, second, fourth, eighth batch, ...: what is wrong is found before the
             # pass has taken twice as long as it needed to meet it.
             self.state.num_batches += 1
@@ -272,17 +260,17 @@ class Driver:
             self.kfac_approx = mode_of_first_batches(self, x, y, mask)
         return y
 
-    # ---- One part of a batch, step by step.
+    # ---- One batch, step by step.
 
     def capture(self) -> Capture:
-        """A context that hands the sink what the layers see of one part of a batch.
+        """A context that hands the sink what the layers see of one batch.
 
-        The sink starts with the first part of a pass.
+        The sink starts with the first batch of a pass.
         """
         proof, in_training = self.proof, self.sink.in_training
         if self.state.weights is None:
             self.sink.start(proof.assignment, self.kfac_approx)
-            in_format = proof.plan.channels_last and not in_training
+            in_format = proof.batch.channels_last and not in_training
             self.state.weights = in_channels_last(self.model) if in_format else {}
         return Capture(
             self.model, proof.assignment, self.sink,
@@ -306,13 +294,12 @@ class Driver:
             self.task.likelihood, f, y, self.state.generator, may_ignore=self.task.may_ignore
         )
 
-    def add_part(self, x: Any, y: Any, mask: Tensor | None = None) -> RunRecord:
-        """Add one part of a batch, of any number of examples; returns the layers' runs.
-
-        A mask says which positions count.
-        """
-        likelihood, capture = self.task.likelihood, self.capture()
-        with self.sink.part():
+    def _add_batch(self, x: Any, y: Any) -> None:
+        """Add a batch of any number of examples on the pass's device."""
+        likelihood, mask = self.task.likelihood, self.task.mask(x)
+        y = (self.sharded or self).prepare(x, y, mask)
+        capture = self.capture()
+        with self.sink.around_batch():
             with counted_positions(mask), capture:
                 # One forward pass: A, and all that a gradient will need.
                 f = capture.forward(x)
@@ -322,64 +309,24 @@ class Driver:
                 capture.runs.check_examples(len(f), self.sink, hides=mask is not None)
                 self.propagate(capture, f, y)
                 capture.runs.check_reached()
-                masked = capture.runs.masked
+                runs = capture.runs
             if self.sharded:
-                self.sharded.prove_masked(masked, x, y, mask)
-            elif masked - self.proof.masked:
+                self.sharded.prove_masked(runs.masked, x, y, mask)
+            elif runs.masked - self.proof.masked:
                 self.proof.make_for_masks(x, mask, counted_terms(y, likelihood))
+            if not (self.sharded or runs.rows <= self.proof.rows):
+                self.proof.make_for_rows(runs.rows, x, len(y), counted_terms(y, likelihood))
             with torch.autocast(self.device.type, enabled=False):
-                self.sink.part_done(f, y)
+                self.sink.batch_done(f, y)
         if self.proof.assignment.diagonal and self.sink.takes_example_gradients:
             # Loaded only where such parameters are.
             from kfac_backend.engine.operations.example_gradients import report_gradients
 
             names = self.proof.assignment.diagonal
             report_gradients(self.model, names, x, lambda f: self.vectors(f, y), self.sink)
-        # Counted last: a part that failed must not count.
+        # Counted last: a batch that failed must not count.
         self.state.add(f, y, likelihood)
         self.state.loss += loss_sum(f.detach(), y, likelihood)
-        return capture.runs
-
-    # ---- Batches that fit into memory.
-
-    def _fits(self, x: Any, y: Any) -> bool:
-        """Add the batch; False if the memory is exhausted, after which the sums are useless."""
-        try:
-            mask = self.task.mask(x)
-            y = (self.sharded or self).prepare(x, y, mask)
-            # Parts of a batch must give what the batch gives, up to rounding. Only of one tensor of
-            # inputs can that be known: the rows of a mapping's layers depend on its mask or its
-            # lengths. Ranks that share a model run whole batches, one each.
-            proof, plan = self.proof, self.proof.plan
-            sizes = [s for s in (plan.part_size, self.sink.most_examples) if s is not None]
-            may_split = plan.splits and isinstance(x, Tensor) and not self.sharded
-            is_large = may_split and bool(sizes) and x.shape[:1].numel() > min(sizes)
-            if is_large and splits_by_example(x, y) and proof.same_in_parts(x):
-                for part in parts(x, y, min(sizes)):
-                    with proof.part(len(part[1])):
-                        self.add_part(*part)
-            else:
-                rows = self.add_part(x, y, mask).rows
-                if not (self.sharded or rows <= proof.rows):
-                    counted = counted_terms(y, self.task.likelihood)
-                    proof.make_for_rows(rows, x, len(y), counted)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            # No error leaves here: its traceback would keep the memory that the next try needs.
-            return False
-        return True
-
-    def _fitting_size(self, x: Any, y: Any) -> int | None:
-        """The largest of half the examples, a quarter, ..., that fits; None if not even one."""
-        size = len(y) // 2 if self.proof.plan.splits else 0
-        while size:
-            self.start()
-            self.state.failed = True
-            if self._fits(examples(x, slice(size)), y[:size]):
-                return size
-            size //= 2
-        return None
 
 
 def _common_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:

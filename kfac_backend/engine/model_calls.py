@@ -1,7 +1,7 @@
 """Calling a model with other parameters, and with layers split into parts that hooks can see.
 
-Trials of calls tell whether two of them give the same, up to rounding (`close`), and how batches
-run fastest (`make_plan`). Whatever happens meanwhile, an error or an interrupt, the model is
+Trials of calls tell whether two of them give the same, up to rounding (`close`), and how a model
+takes batches (`try_batch`). Whatever happens meanwhile, an error or an interrupt, the model is
 afterwards as it was before.
 """
 
@@ -355,72 +355,45 @@ def noise_like(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
 
 
-LARGEST_ACTIVATION = 8 * 2**20
-"""Bytes of the largest activation of a part of a batch, on a CPU.
-
-Larger ones leave the cache, and get fresh pages from the system each time. Exact reduce passes over
-128 images, WRN-16-4, in parts whose largest activation has 2, 4, 8, 16 and 32 MiB take 4.4, 3.9,
-3.7, 3.7 and 4.6 s (two x86-64 cores), and 12.2, 11.0, 10.4, 11.2 and 12.7 s (a core of another).
-"""
-
-
 @dataclass(frozen=True)
-class Plan:
-    """How a model's batches run fastest; only rounding changes."""
+class BatchTrial:
+    """How a model takes batches."""
 
-    part_size: int | None = None
-    """How many examples fit into the cache at once; None: batches stay whole."""
-    channels_last: bool = False
-    """Whether convolutions run in that memory format."""
     splits: bool = False
     """Whether examples alone have the outputs that they have together, so that a few may run."""
+    channels_last: bool = False
+    """Whether convolutions run in that memory format, which is faster; only rounding changes."""
 
 
-def make_plan(model: nn.Module, x: Any, N: int | None, device: torch.device) -> Plan:
-    """How to run batches like this one of N examples, tried on its first and its last one.
+def try_batch(model: nn.Module, x: Any, N: int | None) -> BatchTrial:
+    """Try how a model takes batches like this one of N examples, on its first and its last one.
 
-    Batches whose rows are not independent examples stay whole, and a model whose output depends on
-    the memory format keeps its own. On a GPU batches always stay whole, since small ones are slow.
+    A model whose output depends on the memory format keeps its own.
     """
     if not N:
-        return Plan()
-    on_cpu = device.type == "cpu"
-    sizes: list[int] = []  # bytes of all modules' outputs
+        return BatchTrial()
+    on_cpu = next(model.parameters()).device.type == "cpu"
 
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            sizes.append(output.nbytes)
-
-    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-
-    def trial() -> Plan:
+    def trial() -> BatchTrial:
         ends = first_and_last(x, N)
         # Dropout that is on must not use up the user's random numbers.
         with torch.no_grad(), forked_random_numbers(model):
             # Each alone, and both together: where the outputs are the same, a few examples may run
-            # in the place of a batch. The largest activation of the first tells how many fit into
-            # the cache.
-            first, *others = (examples(ends, slice(k, k + 1)) for k in range(min(N, 2)))
-            with ExitStack() as handles:
-                for module in modules:
-                    handles.callback(module.register_forward_hook(hook).remove)
-                alone = [call_with(model, {}, first)]
-            alone += [call_with(model, {}, other) for other in others]
-            by_example = max(sizes, default=0)
+            # in the place of a batch.
+            alone = [
+                call_with(model, {}, examples(ends, slice(k, k + 1))) for k in range(min(N, 2))
+            ]
             both = call_with(model, {}, ends)
             weights = in_channels_last(model) if on_cpu else {}
             channels_last = False
             if weights:
                 f = attempt(lambda: call_with(model, weights, ends))
                 channels_last = not isinstance(f, Exception) and close(both, f)
-        splits = (
-            len(alone) == len(both) == 2
-            and by_example > 0
-            and all(close(both[k : k + 1], f) for k, f in enumerate(alone))
+        splits = len(alone) == len(both) == 2 and all(
+            close(both[k : k + 1], f) for k, f in enumerate(alone)
         )
-        size = max(1, LARGEST_ACTIVATION // by_example) if splits and on_cpu else None
-        return Plan(size, channels_last, splits)
+        return BatchTrial(splits, channels_last)
 
-    plan = attempt(trial)
+    tried = attempt(trial)
     # A model that needs a whole batch gets one. If it fails on that, too, the pass says why.
-    return Plan() if isinstance(plan, Exception) else plan
+    return BatchTrial() if isinstance(tried, Exception) else tried

@@ -15,10 +15,10 @@ constant or gets the diagonal of its block (``unsupported``).
 
 Life cycle. A pass makes one `Proof` when it is constructed. With each batch it asks
 `Proof.is_made`, and calls `Proof.make` if something is left to prove; a first batch of several
-examples usually proves all. From then on `Proof.assignment`, `plan` and `output_dim` stay as they
-are, and the pass reads them for all batches: which rule each layer has, how batches split, and
-which runs of a layer work on an input that all examples share or on several rows of each
-(`find_runs`). They live as long as the pass.
+examples usually proves all. From then on `Proof.assignment`, `batch` and `output_dim` stay as they
+are, and the pass reads them for all batches: which rule each layer has, how the model takes
+batches, and which runs of a layer work on an input that all examples share or on several rows of
+each (`find_runs`). They live as long as the pass.
 """
 
 import warnings
@@ -34,17 +34,17 @@ from torch import Tensor, nn
 from kfac_backend.engine.batches import examples, num_examples
 from kfac_backend.engine.capture import Capture, RunRecord, Sink, check_run, layer_hooks, rows_of
 from kfac_backend.engine.model_calls import (
+    BatchTrial,
     DtypesInUse,
-    Plan,
     attempt,
     call_with,
     close,
     explicit_forwards,
     forked_random_numbers,
     is_out_of_memory,
-    make_plan,
     noise_like,
     preserve_state,
+    try_batch,
 )
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import check_inputs
@@ -86,12 +86,10 @@ class Proof:
         """Numbers of rows of an example, with the layers, with which independence was proved."""
         self.assignment = assignment
         """The tracked layers; once the proof is made, with their runs and matching rules."""
-        self.plan = Plan()
-        """How batches run fastest."""
+        self.batch = BatchTrial()
+        """How the model takes batches."""
         self.output_dim = 0
         """How many axes the model's output has; 0 before the proof."""
-        # The form of the batches that `same_in_parts` is for, and the rows of their examples.
-        self._in_parts: tuple[Any, list[Any] | None] | None = None
 
     def is_made(self, N: int | None) -> bool:
         """Whether everything is proved that a batch of N examples (None: unknown) can prove."""
@@ -136,8 +134,7 @@ class Proof:
                 return
             self.assignment, self._structure = self._initial, None
         if N is not None:
-            device = next(self._model.parameters()).device
-            self.plan, self._in_parts = make_plan(self._model, x, N, device), None
+            self.batch = try_batch(self._model, x, N)
             x, N, counted = self._few(x, N, counted)
         try:
             with forked_random_numbers(self._model):
@@ -161,9 +158,9 @@ class Proof:
 
     def _few(self, x: Any, N: int, counted: Tensor | None) -> tuple[Any, int, Tensor | None]:
         """Some examples, spread evenly over the batch, if it can be split."""
-        # `with_first_again` appends two copies: no more examples in all than a part, or the batch.
-        most = max(2, min(MOST_EXAMPLES, (self.plan.part_size or N) - 2))
-        if not self.plan.splits or N <= most:
+        # `with_first_again` appends two copies: no more examples in all than the batch.
+        most = max(2, min(MOST_EXAMPLES, N - 2))
+        if not self.batch.splits or N <= most:
             return x, N, counted
         device = next(self._model.parameters()).device
         index = torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
@@ -178,7 +175,7 @@ class Proof:
         had as many rows as the others in all batches.
         """
         x, N, counted = self._few(x, N, counted)
-        x, numbers = with_first_again(x, N, self.plan.splits)
+        x, numbers = with_first_again(x, N, self.batch.splits)
         try:
             with forked_random_numbers(self._model):
                 verify_independence(self._model, self.assignment, x, numbers, counted)
@@ -199,7 +196,7 @@ class Proof:
         kinds = {kind for kinds in assignment.runs.values() for kind in kinds}
         if assignment.operations.names or assignment.diagonal or kinds & {"several", "followed"}:
             return False
-        if not self.plan.splits or N is None or N < 2:
+        if not self.batch.splits or N is None or N < 2:
             return False
         if not isinstance(x, Tensor | dict):  # `with_first_again` may not take it
             return False
@@ -221,35 +218,6 @@ class Proof:
         if isinstance(holds, Exception) and not isinstance(holds, NotImplementedError):
             raise holds
         return holds is True
-
-    def same_in_parts(self, x: Tensor) -> bool:
-        """Whether parts of a batch have the batch's outputs, and as many rows for each example.
-
-        The first batch that is to be split shows it, see `verify_parts`, for batches of its form.
-        """
-        form = x.shape[1:], x.dtype
-        if self._in_parts is None:
-            self._in_parts = form, verify_parts(self._model, self.assignment, x)
-        return self._in_parts[0] == form and self._in_parts[1] is not None
-
-    @contextmanager
-    def part(self, N: int) -> Iterator[None]:
-        """A context in which a part of N examples runs, of a batch that is `same_in_parts`.
-
-        Raises:
-            NotImplementedError: its examples have other rows than those of the first batch. Then
-                the rows depend on the examples' values, and the whole batch's are not known.
-        """
-        of_first_batch = self._in_parts and self._in_parts[1]
-        with rows_of_runs(self.assignment, N) as rows:
-            yield
-        if rows != of_first_batch:
-            raise NotImplementedError(
-                "A layer has another number of rows per example in a part of this batch than in "
-                "the first batch: it depends on the values of the examples that are together, so "
-                f"that a batch in parts has other factors. Pass batches of {N} examples or fewer, "
-                "which run whole."
-            )
 
     def make_for_masks(self, x: Any, mask: Tensor | None, counted: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
@@ -316,8 +284,8 @@ class Proof:
         """Step 6: no layer mixes examples, with everything in place that the steps before found."""
         whole, numbers = x, None
         if N is not None:
-            x, numbers = with_first_again(x, N, self.plan.splits)
-            if not self.plan.splits and numbers is not None:  # which has left examples out
+            x, numbers = with_first_again(x, N, self.batch.splits)
+            if not self.batch.splits and numbers is not None:  # which has left examples out
                 verify_independence(self._model, assignment, whole, counted=counted)
         own_names = [name for t in assignment.own_parameters for name in t.parameters.values()]
         if own_names:
@@ -374,61 +342,6 @@ def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
     kinds: list[Any] = [(id(module), module.training) for module in modules]
     kinds += [(id(p), p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
     return [*modules, *parameters], kinds  # the objects too, as a dead one's id is given again
-
-
-def verify_parts(model: nn.Module, assignment: RuleAssignment, x: Tensor) -> list[Any] | None:
-    """The rows of a batch's examples, if parts of the batch have the same; see `rows_of_runs`.
-
-    Reduce divides by R, and expand's A is a mean over rows. So equal outputs are not enough: a
-    layer that runs on positions up to the longest sequence of a batch has more rows per example
-    than in a part, and other factors, even if the padding reaches no output. The whole batch runs
-    forward once, and a few of its examples run alone. The latter differ from the batch at least as
-    often as larger parts do.
-
-    Returns:
-        None if outputs or rows differ, if the model says which rows belong to which example, or if
-        parameters are used outside of layers, where no hook sees rows.
-    """
-    if assignment.operations.names or assignment.diagonal:
-        return None
-    indices = torch.linspace(0, len(x) - 1, min(len(x), MOST_EXAMPLES), dtype=torch.float64).long()
-
-    def run(x: Tensor) -> tuple[Tensor, list[Any]]:
-        with forked_random_numbers(model), rows_of_runs(assignment, len(x)) as rows:
-            return call_with(model, {}, x), rows
-
-    with torch.no_grad(), explicit_forwards(assignment):
-        f, rows = run(x)
-        if None in rows:
-            return None
-        for n in indices.tolist():
-            alone, rows_alone = run(x[n : n + 1])
-            if rows_alone != rows or not close(f[n : n + 1], alone):
-                return None
-    return rows
-
-
-@contextmanager
-def rows_of_runs(assignment: RuleAssignment, N: int) -> Iterator[list[Any]]:
-    """A context that lists, run by run of the layers, how many rows each of N examples has.
-
-    With the shape of a row. It is None where the model says whose rows they are.
-    """
-    all_rows: list[Any] = []
-    runs = RunRecord()
-
-    def record(tracked: TrackedLayer, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        a, (_, kind) = tracked.rule.input_of(args, kwargs), runs.begin(tracked, assignment)
-        if current_rows() is not None:
-            all_rows.append(None)
-        elif isinstance(kind, SharedAxes):  # the whole input is each example's
-            copied = kind.with_first or a.dim() > kind.number
-            all_rows.append((tracked.name, 1, a.shape[1:] if copied else a.shape))
-        else:
-            all_rows.append((tracked.name, len(a) / N, a.shape[1:]))
-
-    with layer_hooks(assignment, before=record):
-        yield all_rows
 
 
 class _Mixed(NotImplementedError):

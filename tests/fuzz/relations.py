@@ -6,8 +6,7 @@ Refused. Any other error is a violation.
 """
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Optimizer
 
 from kfac_backend import KroneckerFactors, corrected_factors, kronecker_factors
-from kfac_backend.engine import model_calls
 from kfac_backend.likelihoods import IGNORED, likelihood_of
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import (
@@ -187,26 +185,6 @@ def loaders_are_lists(case: Case) -> None:
     """A loader that is read once, or that has one memory, gives the factors of a list."""
     made = case.build()
     same_factors(factors_of(made, loader(made.batches, case.data.loader)), factors_of(made))
-
-
-@contextmanager
-def small_parts() -> Iterator[None]:
-    """Memory for the activations of one example at a time."""
-    before = model_calls.LARGEST_ACTIVATION
-    model_calls.LARGEST_ACTIVATION = 1
-    try:
-        yield
-    finally:
-        model_calls.LARGEST_ACTIVATION = before
-
-
-@relation(25, batches=TWO)
-def parts_change_nothing(case: Case) -> None:
-    """A batch that is worked on in parts has the factors of the whole."""
-    made = case.build()
-    expected = factors_of(made)
-    with small_parts():
-        same_factors(factors_of(made), expected)
 
 
 # --- one model in several forms ---
@@ -428,11 +406,9 @@ def forward_is_backward(case: Case) -> None:
     same("outputs by forward-mode", linearised, f + change.reshape(3, *f.shape), 1.0)
     Sigma = torch.block_diag(*(P.inverse() for P in precision(posterior).values()))
     expected = torch.einsum("ntcp,pq,ntdq->ntcd", J, Sigma, J)
-    for parts in (False, True):
-        with small_parts() if parts else sdpa_kernel(SDPBackend.MATH):
-            mean, covariance = or_refused(posterior.output_distribution, x)
-        same("outputs", mean, f, 1.0)
-        same("covariances", covariance, expected.reshape(covariance.shape), 1.0)
+    mean, covariance = or_refused(posterior.output_distribution, x)
+    same("outputs", mean, f, 1.0)
+    same("covariances", covariance, expected.reshape(covariance.shape), 1.0)
     _, variance = posterior.output_distribution(x, variance_only=True)
     same("variances", variance, covariance.diagonal(dim1=-2, dim2=-1), 1.0)
 
