@@ -158,13 +158,11 @@ class Proof:
 
     def _few(self, x: Any, N: int, counted: Tensor | None) -> tuple[Any, int, Tensor | None]:
         """Some examples, spread evenly over the batch, if it can be split."""
-        # `with_first_again` appends two copies: no more examples in all than the batch.
-        most = max(2, min(MOST_EXAMPLES, N - 2))
-        if not self.batch.splits or N <= most:
+        if not self.batch.splits or N <= MOST_EXAMPLES:
             return x, N, counted
         device = next(self._model.parameters()).device
-        index = torch.linspace(0, N - 1, most, dtype=torch.float64).long().to(device)
-        return examples(x, index), most, None if counted is None else counted[index]
+        index = torch.linspace(0, N - 1, MOST_EXAMPLES, dtype=torch.float64).long().to(device)
+        return examples(x, index), MOST_EXAMPLES, None if counted is None else counted[index]
 
     def make_for_rows(
         self, rows: set[tuple[TrackedLayer, int]], x: Any, N: int, counted: Tensor | None
