@@ -745,10 +745,9 @@ class Heteroscedastic(Diagonal):
     indefinite.
     Source: Immer et al. 2023 (arXiv:2301.05183), there with natural parameters.
 
-    `PriorLearner` learns n and k, from a k so small that the noise is the same for all inputs. So
-    the means are fitted first, as by "regression", and the noise depends on the input as far as
-    the evidence asks for it. From k = 1 networks fit the variances of single examples at once. k
-    is to u what a prior precision of its own would be.
+    `PriorLearner` learns n and k, both from 1. k is to u what a prior precision of its own would
+    be: the means and u share the last layer's. A small first k is a trap: Adam's steps on u then
+    move the variance k times less, and at k = 0 neither u nor k has a gradient.
 
     Args:
         noise: n.
@@ -757,7 +756,7 @@ class Heteroscedastic(Diagonal):
 
     name = "heteroscedastic"
     noise: float | None = parameter(1.0)
-    strength: float | None = parameter(1.0, start=0.01)
+    strength: float | None = parameter(1.0)
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
         """Half as many numbers as outputs."""

@@ -117,8 +117,15 @@ def likelihood_step(
 
     The evidence is log p(D|θ, ξ)/T − ½ log det(H(ξ)/T + P₀). Its first part is known from the
     outputs at θ. The second is replaced by its tangent in log ξ, which takes one more pass over
-    the data, and the sum is maximised, within a factor e of the present ξ. A fixed point is a
-    stationary point of the evidence: of the noise of an output MacKay's σ² = SSE/(N − T γ).
+    the data, and the sum is maximised, within a factor e of the present ξ. A fixed point gives the
+    noise of an output MacKay's σ² = SSE/(N − T γ).
+
+    For a noise, the tangent of the blocks' log det is Σ_b γ_b. The whole GGN determines fewer
+    directions, since tensors share them: max_b γ_b ≤ γ ≤ Σ_b γ_b. The tangent is therefore
+    multiplied by max_b γ_b / Σ_b γ_b. On 150 points and three layers the whole GGN has γ = 22,
+    its blocks have max_b γ_b = 17 and Σ_b γ_b = 50. On 80 points the sum makes the noise 53 % too
+    large, the maximum 11 % (K-FAC overestimates γ_b, too). With the sum, the strength of
+    "heteroscedastic" also shrinks to nothing. The steps on δ use each block's own γ_b.
 
     Args:
         posterior: fitted.
@@ -142,7 +149,11 @@ def likelihood_step(
     (of_det,) = evidence_gradient(
         posterior, [data], present, of_loss=0.0, likelihood=at(present), outputs=own
     )
-    tangent = [g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, bounds, strict=True)]
+    gamma = posterior.effective_parameters()
+    share = (gamma.max() / gamma.sum().clamp(min=1e-30)).cpu()
+    tangent = [
+        share * g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, bounds, strict=True)
+    ]
     outputs = [pair for of_rank in posterior.ranks.gather(own) for pair in of_rank]
     weight = factors.num_data / sum(len(y) for _, y in outputs)  # N/M of a sample
 
