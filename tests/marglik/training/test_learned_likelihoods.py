@@ -251,7 +251,9 @@ def test_training_learns_what_is_not_given():
     model = nn.Linear(1, 1)
     again = PriorLearner("negative_binomial")  # of a run that goes on
     again.load_state_dict(learned.state_dict())
-    again.start(model, torch.optim.Adam(model.parameters()), [(x, y)], 40, hooks="none")
+    again.start(
+        model, torch.optim.Adam(model.parameters()), [(x, y)], 40, steps_per_epoch=2, hooks="none"
+    )
     assert again.likelihood == learned.likelihood
     member = learned.replay()  # of an ensemble: from the same start
     assert member.likelihood == NegativeBinomial(r=1)
