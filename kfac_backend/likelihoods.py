@@ -68,6 +68,9 @@ def parameter(default: Any, *, start: Any = None, above: float = 0.0) -> Any:
 class Likelihood:
     """A likelihood; its fields are its options.
 
+    A continuous parameter that is None, such as ``StudentT().df``, is not given: a fit takes its
+    default, and `PriorLearner` learns it.
+
     Likelihoods are equal if their class and options are. ``str`` returns a text from which
     `likelihood_of` makes an equal one, and as that text they are saved.
 
@@ -1192,9 +1195,12 @@ def _keywords(text: str) -> dict[str, Any]:
     if len(set(names)) < len(names):
         raise ValueError("an option is given twice")
     try:
-        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except ValueError:
         raise ValueError("a value is not a number, a text or a list of them") from None
+    if without := [name for name, value in values.items() if value is None]:
+        raise ValueError(f"{without[0]} is None; leave it out for its default, or to learn it")
+    return values
 
 
 def _plain(value: Any) -> Any:

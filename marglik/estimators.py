@@ -290,5 +290,5 @@ class MarglikRegressor(RegressorMixin, Estimator):
         if not 0 < level < 1:
             raise ValueError(f"level lies between 0 and 1; it is {level}.")
         mean, std = self.predict(X, return_std=True)
-        half = torch.special.ndtri(torch.tensor((1 + level) / 2)).item() * std
+        half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item() * std
         return mean - half, mean + half

@@ -153,6 +153,26 @@ class KroneckerBlock:
         A = A.scale(1 - share).add(others.scale(share))
         return self.replace(B=B, A=A, num_terms=_one_or_all(terms))
 
+    def check_semidefinite(self) -> None:
+        """Raise a ValueError unless each factor is finite, and may be positive semi-definite.
+
+        Its diagonal must be ≥ 0, and |F_ij| ≤ √(F_ii F_jj): products of few rows always are so.
+        For factors that come from outside: eigenvalues below zero are clipped, as rounding errors.
+        """
+        for F, name in self.named_factors():
+            if F.is_meta:
+                continue
+            if not F.entries.isfinite().all():
+                raise ValueError(f"the factor '{name}' holds NaN or infinity")
+            if F.rows is not None or not F.matrix.numel():
+                continue
+            diagonal = F.matrix.diagonal(dim1=-2, dim2=-1)
+            roots = diagonal.clamp(min=0).sqrt()
+            bounds = roots[..., :, None] * roots[..., None, :]
+            rounding = 1e-3 * diagonal.abs().amax(-1)[..., None, None]
+            if (diagonal < 0).any() or (F.matrix.abs() > bounds + rounding).any():
+                raise ValueError(f"the factor '{name}' is not positive semi-definite")
+
     def _check_is_here(self) -> None:
         if self.is_meta:
             raise missing_values(self.name)
@@ -459,7 +479,7 @@ class EigenBlock:
         if self.alpha is None:
             return (self.beta + delta)[..., None]
         if damping:
-            root = torch.as_tensor(delta, device=self.beta.device).sqrt()
+            root = torch.as_tensor(delta, dtype=self.beta.dtype, device=self.beta.device).sqrt()
             return (self.beta + root)[..., :, None] * (self.alpha + root)[..., None, :]
         return self.beta[..., :, None] * self.alpha[..., None, :] + delta
 
@@ -516,6 +536,12 @@ class CorrectedBlock(KroneckerBlock):
     def version(self) -> object:
         """Of the tensors of the eigenbasis, all that the block's numbers are made of."""
         return [version_of(tensor) for tensor in vars(self.eigen).values() if tensor is not None]
+
+    def check_semidefinite(self) -> None:
+        """As of `KroneckerBlock`; also of the corrected eigenvalues."""
+        super().check_semidefinite()
+        if not (self._corrected.isfinite() & (self._corrected >= 0)).all():
+            raise ValueError(f"eigenvalues of '{self.name}' are negative, NaN or infinity")
 
     @property
     def _corrected(self) -> Tensor:

@@ -221,7 +221,8 @@ class KroneckerFactors:
         """The factors that `state_dict` returned.
 
         Raises:
-            ValueError: not such a state, or one of another format version.
+            ValueError: not such a state, one of another format version, or factors that hold NaN or
+                are not positive semi-definite.
         """
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
         if (header.get("format"), header.get("version")) != (FORMAT, FORMAT_VERSION):
@@ -232,8 +233,11 @@ class KroneckerFactors:
             )
         try:
             factors = dict[str, Factor]()  # of equal ones just one, which is also solved once
+            blocks = {e["name"]: _block(e, tensors, factors) for e in header["blocks"]}
+            for block in blocks.values():
+                block.check_semidefinite()
             return cls(
-                {entry["name"]: _block(entry, tensors, factors) for entry in header["blocks"]},
+                blocks,
                 options=CurvatureOptions(**header["options"]),
                 **{field: header[field] for field in FIELDS},
                 likelihood=likelihood_of(header["likelihood"]),

@@ -244,6 +244,7 @@ class Driver:
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         if not self.proof.is_made(N):
             check_inputs(x)
+            self.task.check_axis(self.model, x, y)
             self.proof.make(x, N, counted_terms(y, self.task.likelihood))
         if mask is not None and not self.proof.holds_for_masks:
             some, its_mask, counted = x, mask, counted_terms(y, self.task.likelihood)

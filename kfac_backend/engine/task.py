@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from kfac_backend.engine.batches import detached, examples, splits_by_example
 from kfac_backend.engine.model_calls import (
@@ -17,6 +18,7 @@ from kfac_backend.engine.model_calls import (
     call_with,
     forked_random_numbers,
     own_loss,
+    preserve_state,
     takes_labels,
 )
 from kfac_backend.likelihoods import (
@@ -30,7 +32,7 @@ from kfac_backend.likelihoods import (
 )
 from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
-from kfac_backend.sharding import local_part
+from kfac_backend.sharding import is_sharded, local_part
 
 WHICH_LABEL = (
     "pass shift_labels=False if the output at a position predicts its own label, True if it "
@@ -77,6 +79,8 @@ class Task:
         long as that, `targets` needs the model."""
         self._has_warned = False
         self.knows_outputs = False
+        self.knows_axis = self.shifts is True or self.likelihood.kind != "classes"
+        """Whether the last axis of outputs is known to be that of the classes."""
 
     def mask(self, x: Any) -> Tensor | None:
         """Which positions of a mapping's examples count (N, R); None if it hides none.
@@ -169,6 +173,41 @@ class Task:
     def check(self, f: Any, y: Any) -> None:
         """Raise an error unless targets fit the model's outputs, see `check_targets`."""
         check_targets(f, y, self.likelihood, may_ignore=self.may_ignore)
+
+    def check_axis(self, model: nn.Module | None, x: Any, y: Any) -> None:
+        """Raise a ValueError unless the classes are on the last axis of the outputs; asked once.
+
+        For labels (N, H, W), outputs (N, C, H, W) with C = H = W have the shape that they have with
+        classes last. Then the layer that returns them decides, run on one example: its features
+        are last if it is linear, and second if it is a convolution.
+        """
+        may_be_wrong = isinstance(y, Tensor) and y.dim() > 1 and len(y)
+        if self.knows_axis or model is None or not may_be_wrong or is_sharded(model):
+            return
+        index = torch.arange(1)
+        x, y = (examples(x, index), y[index]) if splits_by_example(x, y) else (x, y)
+
+        def run() -> tuple[Tensor, bool | None]:
+            with preserve_state(model), forked_random_numbers(model), torch.no_grad():
+                return _run_with_axis(model, detached(x, next(model.parameters()).device))
+
+        result = attempt(run)
+        if isinstance(result, Exception):
+            return  # reported in the pass itself
+        f, is_last = result
+        if f.dim() < 3:
+            return
+        is_ambiguous = f.shape[-1] > 1 and len(set(f.shape[1:])) == 1
+        if is_ambiguous and not is_last:
+            shape = tuple(f.shape[1:])
+            words = "are second, and must be" if is_last is False else "may be second, or"
+            raise ValueError(
+                f"An example has outputs {shape} and labels {tuple(y.shape[1:])}. The classes "
+                f"{words} last. Return f.movedim(1, -1) where they are second. If the "
+                "layers do not show that they are last, add an axis that does: return "
+                "f.unsqueeze(1), and pass y.unsqueeze(1)."
+            )
+        self.knows_axis = is_ambiguous or y.shape[1:2] == f.shape[1:2]
 
     def look_at(self, f: Tensor) -> None:
         """Warn once of outputs that are probabilities already, where the likelihood takes logits.
@@ -265,6 +304,7 @@ class Task:
                 fitting.append(shifts)
         # Step 3: exactly one way must fit. With both or none, guessing would give wrong numbers.
         if len(fitting) == 1:
+            self.knows_axis = True  # with classes elsewhere the loss would be another
             self.may_ignore = self.may_ignore or may_shift
             return fitting[0]
         raise ValueError(
@@ -302,6 +342,31 @@ def _is_made_by_sigmoid(f: Tensor) -> bool:
             return True
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
     return False
+
+
+def _run_with_axis(model: nn.Module, x: Any) -> tuple[Tensor, bool | None]:
+    """The outputs, and whether features of the layer that returns them are last; None: unknown."""
+    outputs: list[Tensor] = []
+
+    def keep(layer: nn.Module, _: Any, z: Any) -> None:
+        if isinstance(z, Tensor) and z.dim() > 2:
+            outputs.append(z if isinstance(layer, nn.Linear) else z.movedim(1, -1))
+        elif isinstance(z, Tensor):
+            outputs.append(z)
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | _ConvNd)]
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        f = call_with(model, {}, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for z in reversed(outputs):
+        if z.numel() == f.numel() and z.shape[-1] == f.shape[-1] and f.dim() > 2:
+            for is_last, moved in ((True, f), (False, f.movedim(1, -1))):
+                if torch.equal(z.reshape(f.shape), moved):
+                    return f, is_last
+    return f, None
 
 
 INPUTS_NOT_FINITE = "The inputs contain NaN or infinity; clean the data."

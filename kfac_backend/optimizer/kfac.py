@@ -27,7 +27,7 @@ from kfac_backend.optimizer.preconditioner import (
 )
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from kfac_backend.ranks import ProcessGroupOption
-from kfac_backend.sharding import is_part, part_of_whole, with_local_parts
+from kfac_backend.sharding import is_part, local_part, part_of_whole, with_local_parts
 
 BaseOptimizer = Literal["sgd", "nadamw"]
 
@@ -313,6 +313,10 @@ class KFAC(Optimizer):
                     raise ValueError(
                         f"The state's {name!r} is {there}, and its parameter {here}. Load the "
                         "state as it was saved, with the same model and dtype."
+                    )
+                if not local_part(value).isfinite().all():
+                    raise ValueError(
+                        f"The state's {name!r} holds NaN or infinity. Load another checkpoint."
                     )
 
     def _share(self) -> None:

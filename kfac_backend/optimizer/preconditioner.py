@@ -422,8 +422,9 @@ class KfacPreconditioner:
         The next steps are those of the uninterrupted run to the bit. The damping is the state's.
 
         Raises:
-            ValueError: a state of another model or other options, or one that lacks entries or has
-                numbers of another precision; nothing is changed then.
+            ValueError: a state of another model or other options, or one that lacks entries or
+                blocks, has numbers of another precision, or factors that hold NaN or are not
+                positive semi-definite; nothing is changed then.
         """
         self._check_state(state)
         self._generator.set_state(state["generator"].cpu())
@@ -470,6 +471,37 @@ class KfacPreconditioner:
                         f"The state's factors of '{name}' are in {tensor.dtype}, and those of this "
                         f"model in {dtype}: the state was cast. Load it as it was saved."
                     )
+        try:
+            self._check_values(state)
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"The state of K-FAC is damaged: {error}. Load another checkpoint, or leave the "
+                "state out to make new factors in the first step."
+            ) from error
+
+    def _check_values(self, state: Mapping[str, Any]) -> None:
+        """Raise an error unless the blocks and inverses are whole, finite and not negative."""
+        damping, blocks, inverses = (state[key] for key in ("damping", "blocks", "inverses"))
+        check_positive(
+            "the damping", [*damping.values()] if isinstance(damping, Mapping) else damping
+        )
+        check_positive("the weights of the averages", [*state["weights"].values()])
+        # Without a moving average, a state before a step that makes factors has no blocks.
+        has_blocks = self.options.ema_decay or state["step"] % self.options.factor_every
+        for name in state["weights"]:
+            if name not in inverses or (has_blocks and name not in blocks):
+                raise ValueError(f"'{name}' has no block or no inverse")
+        for name, tensors in blocks.items():
+            block = KroneckerBlock(name, tensors["B"], tensors.get("A"))
+            block.check_semidefinite()
+            if not block.fits(self._parameters[name].shape):
+                raise ValueError(f"the block of '{name}' is of another shape: {block}")
+        for name, inverse in inverses.items():
+            for kind, tensor in inverse.items():
+                of_basis = kind.startswith("Q")
+                values = tensor if kind == "spectrum" else tensor.diagonal(dim1=-2, dim2=-1)
+                if not tensor.isfinite().all() or not (of_basis or (values > 0).all()):
+                    raise ValueError(f"the inverse of '{name}', {kind}, is not positive and finite")
 
     def _made_with(self) -> dict[str, str]:
         """What a state must have in common with this preconditioner."""

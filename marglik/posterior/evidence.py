@@ -147,7 +147,7 @@ def derivatives_in_factors(
         device: of the derivatives; by default the factors'.
     """
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
-    r = 1 / (torch.as_tensor(sigma_noise).double().square() * temperature).item()
+    r = 1 / (torch.as_tensor(sigma_noise, dtype=torch.float64).square() * temperature).item()
     derivatives = {}
     of_blocks = decompose(factors.blocks.values(), ranks, device)
     for name, eigen, d in zip(factors.blocks, of_blocks, delta.tolist(), strict=True):

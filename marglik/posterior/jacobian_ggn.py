@@ -58,7 +58,7 @@ class JacobianGGN:
         self, delta: Float[Tensor, "P"], scale: Tensor | float = 1.0, like: Tensor | None = None
     ) -> Precision:
         """H · scale + diag(δ); differentiable in both. Draws have the dtype of ``like``."""
-        scale = torch.as_tensor(scale).to(self.H)
+        scale = torch.as_tensor(scale, dtype=self.H.dtype, device=self.H.device)
         H = self.H * (scale.sqrt() if self.structure == "lowrank" else scale)
         return OPERATORS[self.structure](H, delta, self.H if like is None else like)
 
@@ -189,6 +189,7 @@ def jacobian_ggn(
             continue
         y = task.targets(model, x, y)
         if ggn is None:
+            task.check_axis(model, x, y)
             indices = _without_padding(model, x, indices)
         f, J = jacobians(model, indices, x)  # (N, ..., C), (N, ..., C, P)
         task.check(f, y)

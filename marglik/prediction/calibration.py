@@ -260,6 +260,7 @@ def collected(
 
     def of_batch(x: Any, y: Any) -> tuple[Tensor, ...]:
         y = task.targets(model, x, y)
+        task.check_axis(model, x, y)
         counted = counted_terms(y, likelihood)
         f, spread = outputs_and_spread(x, counted)
         y = y.to(f.device)
@@ -432,7 +433,8 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
 
     def nll(s: float, others: Sequence[float]) -> float:
         sharp, label_noise = _numbers(torch.tensor(others, dtype=torch.float64))
-        return loss(torch.tensor(s).double() if s else None, sharp, label_noise).item()
+        scale = torch.tensor(s, dtype=torch.float64) if s else None
+        return loss(scale, sharp, label_noise).item()
 
     # Where nothing is calibrated, ε is the likelihood's own.
     own_noise = label_noise_of(held_out.likelihood, None)

@@ -415,7 +415,9 @@ def predict_all(
     likelihood = task.likelihood
 
     def of_batch(x: Any, y: Any) -> tuple[Prediction, Tensor]:
-        return _of_counted_terms(predict(x).to("cpu"), task.targets(model, x, y).cpu(), likelihood)
+        y = task.targets(model, x, y)
+        task.check_axis(model, x, y)
+        return _of_counted_terms(predict(x).to("cpu"), y.cpu(), likelihood)
 
     parts = gathered(of_batch, batches, targets, "Predicting", progress, ranks)
     predicted = list(parts)

@@ -7,7 +7,7 @@ last layer, such as moving an axis, it then does to both.
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,9 @@ class PredictiveModule(nn.Module):
     each output (logit), s/τ² J Σ Jᵀ. Both have the shape of `Prediction.mean`.
 
     It is always in eval mode, and shares nothing with the network, of which it holds a copy. It can
-    be exported by `torch.export` and `torch.onnx`, compiled, moved and cast. `ModelPredictive`
-    makes one, see `ModelPredictive.module`.
+    be exported by `torch.export` and `torch.onnx`, compiled, moved and cast. In float16 or bfloat16
+    the network's layers run in that dtype; variances, σ and the results stay in float32.
+    `ModelPredictive` makes one, see `ModelPredictive.module`.
 
     Args:
         model: the network; with variances if ``has_variances``, see `with_variances`.
@@ -67,9 +68,16 @@ class PredictiveModule(nn.Module):
         self.likelihood, self.has_variances = likelihood, has_variances
         self.calibration, self.label_noise = calibration, label_noise
         sigma = calibration.sigma_noise or sigma_noise
-        f = next(model.parameters())
-        self.register_buffer("sigma_noise", torch.as_tensor(sigma).to(f.device, torch.float64))
+        device = next(model.parameters()).device
+        # In float64 at once: a float would become a tensor of float32.
+        sigma = torch.as_tensor(sigma, dtype=torch.float64, device=device)
+        self.register_buffer("sigma_noise", sigma)
         self.eval()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.model._apply(fn, recurse)
+        self.sigma_noise = _moved(self.sigma_noise, fn)
+        return self
 
     def train(self, mode: bool = True) -> "PredictiveModule":
         """Stay in eval mode."""
@@ -130,12 +138,26 @@ class _WithVariances(nn.Module):
         self.rotate.weight = nn.Parameter(rows.contiguous())
         self.rotate.register_parameter("bias", None)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # A variance is a sum of squares, which float16 cannot hold. Only the layer is cast.
+        self.layer._apply(fn, recurse)
+        self.rotate._apply(lambda t: _moved(t, fn), recurse)
+        self.factor, self.constant = _moved(self.factor, fn), _moved(self.constant, fn)
+        return self
+
     def forward(self, a: Tensor) -> Tensor:
         """The outputs and their variances, one behind the other on the axis of features."""
         z = self.layer(a).movedim(self.axis, -1)
-        coordinates = self.rotate(at_least_float32(a)).movedim(self.axis, -1)
+        coordinates = self.rotate(a.to(self.factor)).movedim(self.axis, -1)
         variances = coordinates.square() @ self.factor.mT + self.constant
         return torch.cat([z.to(variances), variances], -1).movedim(-1, self.axis)
+
+
+def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor as ``fn`` of `nn.Module._apply` moves and casts it, but at least in float32."""
+    moved = fn(tensor)
+    wide = torch.promote_types(moved.dtype, torch.float32)
+    return moved if moved.dtype == wide else tensor.to(moved.device, wide)
 
 
 def _of_outputs(Q_B: Tensor | None, inverse: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ def likelihood_step(
 
     optimizer.step(objective)
     parameters = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
-    noise = torch.tensor(parameters["noise"]).double() if likelihood.has_sigma else torch.ones(1)
+    noise = torch.tensor(parameters["noise"] if likelihood.has_sigma else 1.0, dtype=torch.float64)
     return likelihood.replace(**parameters), sigma * noise.log().mean().exp()
 
 

@@ -355,6 +355,7 @@ class Problem:
                 terms += y.shape[:-1].numel() if counted is None else int(counted.sum())
                 examples += len(y)
                 if index == 0 and len(y):
+                    task.check_axis(self.model, x, y)
                     padding = padding_rows(self.model, x)
                     args, kwargs = arguments(self.model, x)
                     f = logits_of(self.model(*args, **kwargs))

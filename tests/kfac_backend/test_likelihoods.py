@@ -455,6 +455,8 @@ def test_nothing_of_a_text_is_ignored(more):
         ("noisy_classification(noise='some')", "noise in [0, 1) is needed, not 'some'"),
         ("weighted(of=3)", "a int is not supported"),
         ("weighted(of='gauss')", "choose one of 'classification'"),
+        ("student_t(df=None)", "df is None; leave it out"),
+        ("weibull(shape=None)", "shape is None; leave it out"),
     ],
 )
 def test_wrong_texts_are_named(text, message):

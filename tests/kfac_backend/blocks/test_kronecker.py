@@ -252,6 +252,16 @@ def test_a_file_has_half_of_each_factor_and_equal_ones_once(model, tmp_path):
         state["tensors"] = (state["tensors"] | forged) if forged else {}
         with pytest.raises(ValueError, match="holds no whole Kronecker factors"):
             KroneckerFactors.from_state_dict(state)
+    # The negative control are the states above, and rounding errors of a tenth of the tolerance.
+    for name, of_factors in (("w/A.triangle", factors), ("w/corrected.eigen", other)):
+        state = of_factors.state_dict()
+        for number, words in ((float("nan"), "NaN"), (-1.0, "not positive|negative")):
+            changed = state["tensors"] | {name: number * state["tensors"][name]}
+            with pytest.raises(ValueError, match=f"holds no whole.*{words}"):
+                KroneckerFactors.from_state_dict(state | {"tensors": changed})
+        values = state["tensors"][name]
+        rounded = state["tensors"] | {name: values + 1e-4 * values.amax()}
+        KroneckerFactors.from_state_dict(state | {"tensors": rounded})
 
 
 def test_corrected_factors_have_weights_but_no_sums(model):

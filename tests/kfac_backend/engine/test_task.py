@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
-from marglik import Posterior
+from marglik import Posterior, PriorLearner, compute_metrics, map_predictive, predict_all
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import Model
 from tests.random_numbers import normal
@@ -374,3 +374,65 @@ def test_layers_with_other_positions_than_a_mask_are_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kronecker_factors(WithClassToken(False).double(), data, "classification")
+
+
+def up(z):
+    return nn.functional.interpolate(z, scale_factor=1.0, mode="nearest") * 1.01
+
+
+PLACES = {
+    "convolution": (lambda m, x: m.layer(x), "are second"),
+    "convolution of a sequence": (lambda m, x: m.layer(x[..., 0, None])[..., 0], "are second"),
+    "convolution, resized": (lambda m, x: up(m.layer(x)), "may be second"),
+    "resized, moved": (lambda m, x: up(m.layer(x)).movedim(1, -1), "may be second"),
+    "convolution, moved": (lambda m, x: m.layer(x).movedim(1, -1), None),
+    "convolution, moved in place": (lambda m, x: m.layer(x).movedim(1, -1).mul_(2), None),
+    "resized, with an axis": (lambda m, x: up(m.layer(x)).movedim(1, -1)[:, None], None),
+    "a linear layer": (lambda m, x: m.last(m.layer(x).movedim(1, -1)), None),
+    "a flat linear layer": (
+        lambda m, x: m.last(m.layer(x).movedim(1, -1).flatten(0, -2)).view(len(x), 4, 4, 4), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLACES)
+@pytest.mark.parametrize("run", ["factors", "full", "learner", "metrics"])
+def test_classes_that_may_be_second_are_refused_where_sizes_are_equal(case, run):
+    """Four classes of 4 × 4 pixels: a posterior is fitted only where the loss is that of pixels."""
+    function, words = PLACES[case]
+    torch.manual_seed(0)
+    model = Model(function, layer=nn.Conv2d(2, 4, 1), last=nn.Linear(4, 4)).double()
+    x, y = normal(6, 2, 4, 4), torch.arange(96).view(6, 4, 4).square() // 3 % 4
+    y = y[..., 0] if "sequence" in case else y[:, None] if "axis" in case else y
+    if "linear" not in case:
+        model.last.requires_grad_(False)
+    runs = {
+        "factors": lambda: kronecker_factors(model, [(x, y)], "classification").loss,
+        "full": lambda: fitted_loss(model, [(x, y)]),
+        "learner": lambda: first_loss(model, [(x, y)]) * len(x),
+        "metrics": lambda: y.numel() * compute_metrics(
+            *predict_all(map_predictive(model, "classification"), [(x, y)]), "classification"
+        ).nll,
+    }  # fmt: skip
+    if words:
+        with pytest.raises(ValueError, match=rf"{words}.*f.movedim\(1, -1\).*y.unsqueeze\(1\)"):
+            runs[run]()
+        return
+    f = model(x)
+    cross_entropy = nn.functional.cross_entropy
+    expected = cross_entropy(f.movedim(-1, 1), y, reduction="sum").item()
+    assert float(runs[run]()) == pytest.approx(expected, rel=1e-9)
+    # Negative control: with the classes second, the loss would be another.
+    assert "axis" in case or cross_entropy(f, y, reduction="sum").item() != pytest.approx(expected)
+
+
+def fitted_loss(model, data):
+    posterior = Posterior(model, "classification", structure="full")
+    posterior.fit(data)
+    return posterior.loss
+
+
+def first_loss(model, data):
+    learner = PriorLearner("classification", mean_over="terms")
+    learner.start(model, torch.optim.SGD(model.parameters(), 0.1), data, 3)
+    return learner.problem.first_loss

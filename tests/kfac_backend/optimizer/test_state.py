@@ -162,6 +162,24 @@ def of_kfac(state, change):
     return {**state, "preconditioner": change(state["preconditioner"])}
 
 
+def changed(part, name, change):
+    """The state with one tensor, block or number of K-FAC changed."""
+
+    def of_part(own):
+        return {**own, part: {**own[part], name: change(own[part][name])}}
+
+    return lambda state: of_kfac(state, of_part)
+
+
+def without_block(part):
+    return lambda state: of_kfac(state, lambda own: {**own, part: without(own[part], "0.weight")})
+
+
+def with_momentum(state, value):
+    numbers = {**state["state"][1], "momentum_buffer": state["state"][1]["momentum_buffer"] * value}
+    return {**state, "state": {**state["state"], 1: numbers}}
+
+
 def without(state, name):
     return {key: value for key, value in state.items() if key != name}
 
@@ -204,6 +222,37 @@ REFUSED = {
         )
         for key in trained().preconditioner.state_dict()
     },
+    **{
+        f"{factor} times {number}": (
+            changed("blocks", "0.weight", lambda block, factor=factor, number=number: {
+                **block, factor: block[factor] * number
+            }),
+            rf"damaged: the factor '0.weight, {factor}' {words}",
+        )
+        for factor in "BA"
+        for number, words in ((float("nan"), "holds NaN"), (-1, "is not positive semi-definite"))
+    },
+    "B with large entries off the diagonal": (
+        changed("blocks", "2.bias", lambda block: {"B": 2 * block["B"].amax() - block["B"]}),
+        "damaged: the factor '2.bias, B' is not positive semi-definite",
+    ),
+    "a block without A": (
+        changed("blocks", "0.weight", lambda block: without(block, "A")),
+        "the block of '0.weight' is of another shape",
+    ),
+    "no block": (without_block("blocks"), "damaged: '0.weight' has no block or no inverse"),
+    "no inverse": (without_block("inverses"), "damaged: '0.weight' has no block or no inverse"),
+    "a negative inverse": (
+        changed("inverses", "0.bias", lambda one: {kind: -t for kind, t in one.items()}),
+        "the inverse of '0.bias', L_B, is not positive and finite",
+    ),
+    "an infinite weight": (
+        changed("weights", "0.bias", lambda _: float("inf")), "averages must be positive and finite"
+    ),
+    "a negative damping": (
+        lambda state: of_kfac(state, lambda own: {**own, "damping": -1.0}), "damping must be pos",
+    ),
+    "momentum of NaN": (lambda s: with_momentum(s, float("nan")), "'momentum_buffer' holds NaN"),
     "another base": (lambda _: trained(base="nadamw").state_dict(), "another base optimiser"),
 }  # fmt: skip
 

@@ -206,3 +206,46 @@ def test_what_cannot_be_served_says_so(config, model, reason):
     with pytest.raises(NotImplementedError, match=reason) as error:
         laplace_predictive(la, config).module(data()[0])
     assert "PredictiveConfig(layers='last', method='probit')" in str(error.value)
+
+
+def test_sigma_is_served_in_float64():
+    """The variance of a new target is σ² to the bit of float64, also of a calibrated σ."""
+    la = of_likelihood("regression")
+    predictives = (
+        map_predictive(la.model, "regression", 0.3),
+        laplace_predictive(la, calibration=Calibration(0.0, 1.0, 0.3)),
+    )
+    for predict in predictives:
+        module = predict.module(NEW)
+        assert_close(module(NEW)[1], torch.full_like(module(NEW)[0], 0.3**2), rtol=1e-15, atol=0)
+    # Negative control: σ that went through float32.
+    assert abs(float(torch.tensor(0.3)) ** 2 / 0.3**2 - 1) > 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Linear", "Conv2d", "network"])
+def test_a_served_module_is_cast(kind, dtype):
+    """The layers run in the dtype; σ and variances beyond float16's range stay in float32."""
+    torch.manual_seed(0)
+    if kind == "Conv2d":
+        model, y = Pixels(), torch.randint(3, (8, 4, 4))
+        la = KronLaplace(model, "classification", prior_precision=1e-6)
+        la.fit([(data()[0].float(), y)])
+        module = laplace_predictive(la, LAST).module(data()[0].float())
+    elif kind == "Linear":
+        la = KronLaplace(network().float(), "regression", prior_precision=1e-6, sigma_noise=300.1)
+        la.fit([(data()[0].float(), data("regression")[1].float())])
+        module = laplace_predictive(la, LAST).module(data()[0].float())
+    else:
+        module = map_predictive(network().float(), "regression", 300.1).module(NEW)
+    expected = module(NEW.float())
+    cast = module.to(dtype)
+    mean, variance = cast(NEW.to(dtype))
+    tolerance = 30 * torch.finfo(dtype).eps
+    assert_close(mean, expected[0], rtol=tolerance, atol=tolerance)
+    assert_close(variance, expected[1], rtol=tolerance, atol=0)
+    assert variance.max() > 65504  # of float16
+    # Negative control: the layers' outputs are in the dtype and not in float32.
+    assert not torch.equal(mean, expected[0])
+    assert {p.dtype for p in cast.model.parameters()} >= {dtype}
+    assert_close(cast.double()(NEW)[0], expected[0].double(), rtol=tolerance, atol=tolerance)
