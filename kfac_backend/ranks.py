@@ -83,6 +83,27 @@ class Ranks:
         """
         _check_same(self.gather(dict(value)))
 
+    def agree_on_state(self, check: Callable[[], Mapping[str, Any]]) -> None:
+        """Raise an error on all ranks if a state that each is to load does not fit; collective.
+
+        Otherwise a rank that refuses its state would let the others wait for it.
+
+        Args:
+            check: raises the error of this rank's state; returns what all must have the same.
+        """
+        value, error = dict[str, Any](), None
+        try:
+            value = dict(check())
+        except Exception as own:
+            error = own
+        of_ranks = self.gather((value, error and str(error)))
+        if error is not None:
+            raise error
+        for rank, (_, reason) in enumerate(of_ranks):
+            if reason is not None:
+                raise RankError(f"Rank {rank} cannot load its state: {reason}")
+        _check_same([values for values, _ in of_ranks])
+
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, the same to the bit on each; collective.
 

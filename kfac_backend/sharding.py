@@ -16,12 +16,16 @@ once for its `whole_parameters`, and in a K-FAC step with vectors once more (`ga
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils import _pytree
+
+from kfac_backend.atomic_files import sha256_of_tensors
 
 _WHOLE: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 _RUNNING: set[int] = set()
@@ -309,12 +313,52 @@ def with_local_parts(parameters: Iterable[Any], parts: Iterable[Tensor]) -> list
     ]
 
 
+PART = {"rank", "world_size", "step"}
+"""The keys of `part_of_ranks`."""
+
+
+def part_of_ranks(
+    tensors: Iterable[Any], rank: int, world_size: int, step: int
+) -> dict[str, int] | None:
+    """Whose part of the ranks' state this is, and of which step; None if no tensor is sharded.
+
+    Sharded tensors that a file brings back do not say which rank they were of.
+    """
+    is_sharded = any(isinstance(t, Tensor) and is_part(t) for t in tensors)
+    return {"rank": rank, "world_size": world_size, "step": step} if is_sharded else None
+
+
+def check_part(state: Mapping[str, Any], rank: int, world_size: int) -> None:
+    """Raise a ValueError unless a state is whole, or this rank's part."""
+    part = state.get("part")
+    if part is None:
+        part = part_of_ranks(_pytree.tree_leaves(state), -1, 0, 0)
+    if part is not None and (part["rank"], part["world_size"]) != (rank, world_size):
+        of_rank = "an unknown rank" if part["rank"] < 0 else "rank {rank} of {world_size}"
+        raise ValueError(
+            f"The state is the part of {of_rank.format(**part)}, and this is rank {rank} of "
+            f"{world_size}. Give each rank the state that it saved; or save a whole state, for any "
+            "number of ranks: kfac_backend.sharding.gathered_state(state)."
+        )
+
+
+def digest(state: Any) -> str:
+    """A hash of all whole tensors and plain data of a state; ranks that load the same agree."""
+    leaves, tree = _pytree.tree_flatten(state)
+    tensors = [t for t in leaves if isinstance(t, Tensor) and not is_part(t)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    text = f"{tree} {others} {sha256_of_tensors(tensors)}"
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 def gathered_state(state: Any) -> Any:
     """A state with each sharded tensor whole, on all ranks; collective.
 
     Whole states are of any number of ranks: save one, as of `PriorLearner.state_dict`, and load it
     where others share the model.
     """
+    if isinstance(state, Mapping) and state.keys() == PART:
+        return None
     if isinstance(state, Mapping):
         return {key: gathered_state(value) for key, value in state.items()}
     if isinstance(state, list | tuple):

@@ -27,7 +27,15 @@ from kfac_backend.optimizer.preconditioner import (
 )
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
 from kfac_backend.ranks import ProcessGroupOption
-from kfac_backend.sharding import is_part, local_part, part_of_whole, with_local_parts
+from kfac_backend.sharding import (
+    check_part,
+    is_part,
+    local_part,
+    local_parts,
+    part_of_ranks,
+    part_of_whole,
+    with_local_parts,
+)
 
 BaseOptimizer = Literal["sgd", "nadamw"]
 
@@ -179,6 +187,8 @@ class KFAC(Optimizer):
                 momenta.append(self.state[p]["momentum_buffer"])
             if not gradients:
                 continue
+            # A model may be sharded in parts, and lists must not mix both kinds of tensors.
+            gradients, momenta = local_parts(gradients), local_parts(momenta)
             # As torch's SGD without dampening; its step then adds no momentum of its own. One
             # operation for all tensors: a GPU would wait for the start of each.
             torch._foreach_mul_(momenta, mu)
@@ -220,6 +230,7 @@ class KFAC(Optimizer):
             super().add_param_group(param_group)  # in the constructor
             return
         self.base.add_param_group(param_group)
+        self._share()
         try:
             self.preconditioner.add_params(self.param_groups[-1]["params"])
         except ValueError:
@@ -255,17 +266,23 @@ class KFAC(Optimizer):
 
         With several ranks all must call it.
         """
-        return {**self.base.state_dict(), "preconditioner": self.preconditioner.state_dict()}
+        base, preconditioner = self.base.state_dict(), self.preconditioner.state_dict()
+        ranks = self.preconditioner.ranks
+        parameters, step = _parameters(self.base), preconditioner["step"]
+        part = part_of_ranks(parameters, ranks.rank, ranks.size, step)
+        return {**base, "preconditioner": preconditioner, "part": part}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned.
+        """Restore the state that `state_dict` returned; with several ranks all must call it.
 
         Raises:
             ValueError: a state of another optimiser, model or other options, or one that lacks
                 entries or has numbers of another precision; nothing is changed then.
+            RankError: ranks with different states; nothing is changed then, either.
         """
         base = dict(state_dict)
-        self._check_base(base)
+        base.pop("part", None)
+        self.preconditioner.ranks.agree_on_state(lambda: self._check_base(state_dict))
         preconditioner = base.pop("preconditioner")
         self.preconditioner.load_state_dict(preconditioner)  # which refuses what does not fit
         base["state"] = dict(base["state"])
@@ -280,9 +297,13 @@ class KFAC(Optimizer):
                 self.base.state[p]["mu_product"] = product
         self._share()
 
-    def _check_base(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError unless the state is whole, and fits the groups and the parameters."""
+    def _check_base(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Raise a ValueError unless the state is complete, and fits the groups and the parameters.
+
+        Returns what must be the same on all ranks.
+        """
         check_keys("KFAC", state, ("param_groups", "state", "preconditioner"))
+        check_part(state, self.preconditioner.ranks.rank, self.preconditioner.ranks.size)
         groups, names = state["param_groups"], ["params", *self.defaults]
         missing = [name for name in names if any(name not in group for group in groups)]
         if missing:
@@ -318,9 +339,14 @@ class KFAC(Optimizer):
                     raise ValueError(
                         f"The state's {name!r} holds NaN or infinity. Load another checkpoint."
                     )
+        part = state.get("part") or {}
+        return {"the loaded step of the momentum": part.get("step")}
 
     def _share(self) -> None:
         self.param_groups, self.state = self.base.param_groups, self.base.state
+        for group in self.param_groups:
+            if len({is_part(p) for p in group["params"]}) > 1:
+                group["foreach"] = False  # torch's lists, too, must not mix them
 
 
 def _check_group(group: Any) -> None:

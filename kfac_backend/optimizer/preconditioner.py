@@ -37,6 +37,7 @@ from kfac_backend.options import (
 )
 from kfac_backend.ranks import ProcessGroupOption
 from kfac_backend.sharding import (
+    digest,
     is_part,
     local_parts,
     local_row,
@@ -417,7 +418,7 @@ class KfacPreconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the same model and options.
+        """Go on where `state_dict` was taken, with the same model and options; collective.
 
         The next steps are those of the uninterrupted run to the bit. The damping is the state's.
 
@@ -425,8 +426,9 @@ class KfacPreconditioner:
             ValueError: a state of another model or other options, or one that lacks entries or
                 blocks, has numbers of another precision, or factors that hold NaN or are not
                 positive semi-definite; nothing is changed then.
+            RankError: ranks with different states; nothing is changed then, either.
         """
-        self._check_state(state)
+        self.ranks.agree_on_state(lambda: self._check_state(state))
         self._generator.set_state(state["generator"].cpu())
         device = self._generator.device
         self._step, self._weights = int(state["step"]), dict(state["weights"])
@@ -452,8 +454,11 @@ class KfacPreconditioner:
         self._pass.covered = frozenset(state["covered"])
         self._pass.is_scheduled = self._step % self.options.factor_every == 0
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise the error of `load_state_dict` if the state does not fit."""
+    def _check_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Raise the error of `load_state_dict` if the state does not fit.
+
+        Returns what must be the same on all ranks.
+        """
         check_keys("KfacPreconditioner", state, STATE)
         theirs, ours = state["made_with"], self._made_with()
         for name in dict.fromkeys([*ours, *theirs]):
@@ -478,6 +483,8 @@ class KfacPreconditioner:
                 f"The state of K-FAC is damaged: {error}. Load another checkpoint, or leave the "
                 "state out to make new factors in the first step."
             ) from error
+        one = {"the loaded step of K-FAC": state["step"]}
+        return one if self.ranks.size == 1 else one | {"the loaded state of K-FAC": digest(state)}
 
     def _check_values(self, state: Mapping[str, Any]) -> None:
         """Raise an error unless the blocks and inverses are whole, finite and not negative."""

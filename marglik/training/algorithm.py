@@ -42,7 +42,7 @@ from marglik.training.learned_numbers import (
 )
 from marglik.training.random_state import own_random_numbers, seeded_random_numbers
 from marglik.training.samples import curvature_plan, pass_of_update
-from marglik.training.state import LearnerState, Problem, check_optimizer
+from marglik.training.state import LearnerState, Problem, check_optimizer, check_saved
 
 
 def start(
@@ -62,9 +62,9 @@ def start(
         loss: see `PriorLearner.start`.
         sums_terms: see `PriorLearner.start`.
     """
-    likelihood, epochs = problem.options.likelihood, problem.options.schedule.epochs
-    # A rank with another model or other options would learn something else, or wait forever.
-    problem.ranks.agree(problem.identity(hyperparameters) | {"the number of epochs": epochs})
+    likelihood = problem.options.likelihood
+    # A rank with another model, state or other options would learn something else, or wait forever.
+    problem.ranks.agree_on_state(lambda: check_saved(saved, problem, hyperparameters))
     to_learn = likelihood.to_learn() if problem.options.learns else {}
     likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
     first_batch = problem.look_at_data(likelihood, sums_terms, loss)
@@ -72,7 +72,7 @@ def start(
     state.set_decays(problem)
     check_learned_numbers(problem, state, first_batch)  # now, before any work is lost
     if saved is not None:
-        state.load_state_dict(saved, problem)
+        state.load_state_dict(saved)
     return state
 
 

@@ -109,9 +109,10 @@ class PriorLearner:
                 gradient, too, by the functions of `marglik.training.algorithm`.
 
         Raises:
-            ValueError: an optimiser, loss terms, shards or a loaded state that do not fit; no data.
+            ValueError: an optimiser, loss terms, shards or a loaded state that do not fit, also the
+                part of another rank; no data.
             RuntimeError: an optimiser that another learner has started with.
-            RankError: ranks that differ.
+            RankError: ranks that differ, or that have loaded different states.
         """
         self.detach()
         options = replace(self.options, schedule=replace(self.options.schedule, epochs=epochs))

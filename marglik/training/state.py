@@ -21,7 +21,7 @@ from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of, l
 from kfac_backend.optimizer.loss_check import MeanOver
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.ranks import Ranks
-from kfac_backend.sharding import check_whole, local_parts
+from kfac_backend.sharding import check_part, check_whole, digest, local_parts, part_of_ranks
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
@@ -511,23 +511,17 @@ class LearnerState:
     def state_dict(self, problem: Problem) -> dict[str, Any]:
         """Plain data and tensors, by the names of the fields; and what they are the state of."""
         fields_saved = {name: _to_plain(getattr(self, name)) for name in SAVED}
-        return {"identity": problem.identity(self.hyperparameters)} | fields_saved
+        ranks = problem.ranks
+        part = part_of_ranks(problem.named.values(), ranks.rank, ranks.size, self.steps[-1])
+        identity = problem.identity(self.hyperparameters)
+        return {"identity": identity, "part": part} | fields_saved
 
-    def load_state_dict(self, saved: Mapping[str, Any], problem: Problem) -> None:
-        """Continue from what `PriorLearner.state_dict` returned.
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what `PriorLearner.state_dict` returned, which `check_saved` has checked.
 
         Raises:
-            ValueError: a state of another problem, one that lacks entries, or whose numbers were
-                cast.
+            ValueError: a state whose numbers were cast.
         """
-        theirs, ours = saved["identity"], problem.identity(self.hyperparameters)
-        for name in dict.fromkeys([*ours, *theirs]):
-            if theirs.get(name) != ours.get(name):
-                raise ValueError(
-                    f"The state of the prior is of another run: {name} is {theirs.get(name)!r} "
-                    f"there, {ours.get(name)!r} here. Continue with the same model, data and "
-                    "options, or start anew."
-                )
         for name in SAVED:
             setattr(self, name, _from_plain(getattr(self, name), saved[name]))
 
@@ -605,6 +599,37 @@ class LearnerState:
 
 
 SAVED = [field.name for field in fields(LearnerState)][:-2]
+
+
+def check_saved(
+    saved: Mapping[str, Any] | None, problem: Problem, hyperparameters: Hyperparameters
+) -> dict[str, Any]:
+    """What all ranks must have in common to go on from their states, or to start without one.
+
+    Raises:
+        ValueError: a state of another problem, or the part of another rank.
+    """
+    ours = problem.identity(hyperparameters)
+    common = ours | {"the number of epochs": problem.options.schedule.epochs}
+    if saved is None:
+        return common
+    theirs = saved["identity"]
+    for name in dict.fromkeys([*ours, *theirs]):
+        if theirs.get(name) != ours.get(name):
+            raise ValueError(
+                f"The state of the prior is of another run: {name} is {theirs.get(name)!r} "
+                f"there, {ours.get(name)!r} here. Continue with the same model, data and "
+                "options, or start anew."
+            )
+    ranks = problem.ranks
+    check_part(saved, ranks.rank, ranks.size)
+    if ranks.size == 1:
+        return common
+    # A record has this rank's seconds, and the best network this rank's running statistics.
+    same = {name: saved[name] for name in SAVED if name not in ("record", "best")}
+    best = saved["best"] and {name: v for name, v in saved["best"].items() if name != "model"}
+    steps = {f"the loaded {name}": saved[name] for name in ("epoch", "steps")}
+    return common | steps | {"the loaded state of the prior": digest([same, best])}
 
 
 def _to_plain(value: Any) -> Any:

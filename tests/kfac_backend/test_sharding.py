@@ -123,6 +123,50 @@ def test_a_rank_that_is_killed_ends_a_training_which_resumes_with_fewer(worlds, 
     assert_goes_on(worlds, 1, torch.load(tmp_path / "state.pt"), alone["training"])
 
 
+OF_ANOTHER = "ValueError: The state is the part of rank {} of 2, and this is rank {} of 2"
+DIFFER = "RankError: Ranks disagree: the loaded"
+REFUSED = {
+    ("3.0", "3.1"): None,
+    ("whole", "whole"): None,
+    ("3.1", "3.0"): (OF_ANOTHER.format(1, 0), OF_ANOTHER.format(0, 1)),
+    ("3.0", "3.0"): ("RankError: Rank 1 cannot load its state: ", OF_ANOTHER.format(0, 1)),
+    ("3.0", "2.1"): (DIFFER, DIFFER),
+    ("whole", "changed"): (DIFFER, DIFFER),
+}
+"""The files of both ranks' states, ``step.rank`` -> the errors of ranks that share a model."""
+
+
+WHOLE_MODELS = ("3.1", "3.0"), ("3.0", "2.1"), ("whole", "changed")
+
+
+@pytest.mark.parametrize(
+    ("files", "is_sharded"),
+    [*((files, True) for files in REFUSED), *((files, False) for files in WHOLE_MODELS)],
+)
+def test_ranks_load_the_same_state_and_each_its_own_part(worlds, tmp_path, files, is_sharded):
+    """Of the learner, and of K-FAC. The control: states that fit go on as if nothing ended it."""
+    errors = REFUSED[files]
+    if not is_sharded and files == ("3.1", "3.0"):
+        errors = None  # both are the same, and whole
+    use = "tests.kfac_backend.test_sharding:of_loaded_states"
+    for rank, of_rank in enumerate(
+        worlds.run(2, use, str(tmp_path), files, is_sharded, timeout=20)
+    ):
+        assert not failed(of_rank), of_rank
+        for name in ("learner", "K-FAC"):
+            if errors is None:
+                assert_close(of_rank[name], of_rank["expected"], rtol=1e-12, atol=1e-14)
+            else:
+                assert errors[rank] in of_rank[name]
+
+
+def test_kfac_with_momentum_trains_a_partly_sharded_model(worlds):
+    use = "tests.kfac_backend.test_sharding:of_partly_sharded_kfac"
+    (alone,) = worlds.all(1, use)
+    for of_rank in worlds.all(2, use):
+        assert_equal(of_rank, alone)
+
+
 def test_data_left_out_changes_the_evidence(alone):
     # The control: the tolerance above tells when a shard of the data is missing.
     numbers = alone["numbers"]
@@ -712,6 +756,87 @@ def part_of_training(
         learner.finish()
         state["model"] = whole_state()["model"]
     return state | {"decays": learner.weight_decays()}
+
+
+def of_loaded_states(folder: str, files: list[str | None], is_sharded: bool) -> dict[str, Any]:
+    """Parameters after the last of four steps, from states of the third; or the error instead.
+
+    Each rank takes its file of ``files`` for the learner, and then for K-FAC. Of the other it takes
+    its own state.
+    """
+    (x, y), ranks = whole_data("cnn", 8), Ranks()
+    own = slice(ranks.rank, 8, ranks.size)
+
+    def training(saved: dict[str, Any]) -> tuple[nn.Module, KFAC, PriorLearner]:
+        model = made("cnn")
+        model.load_state_dict(saved.get("model", model.state_dict()))
+        model = shard(model) if is_sharded else model
+        optimizer = KFAC(model, "classification", lr=0.05, kl_clip=None, fisher="exact")
+        learner = PriorLearner("classification", kfac_approx="reduce", every=1, burn_in=0)
+        if saved.get("K-FAC"):
+            optimizer.load_state_dict(saved["K-FAC"])
+        if saved.get("learner"):
+            learner.load_state_dict(saved["learner"])
+        learner.start(model, optimizer, [(x[own], y[own])], 4)
+        return model, optimizer, learner
+
+    def step(model: nn.Module, optimizer: KFAC) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[own]), y[own]).backward()
+        for p in model.parameters():
+            if not hasattr(p, "to_local"):
+                dist.all_reduce(p.grad)
+                p.grad /= ranks.size
+        optimizer.step()
+
+    model, optimizer, learner = training({})
+    for number in range(4):
+        state = {"learner": learner.state_dict(), "K-FAC": optimizer.state_dict()}
+        state["model"] = {n: p.clone() for n, p in gathered_state(parts_of(model)).items()}
+        torch.save(state, f"{folder}/{number}.{ranks.rank}")
+        step(model, optimizer)
+    learner.finish()
+    state = torch.load(f"{folder}/3.{ranks.rank}", weights_only=False)  # of before the last step
+    whole = gathered_state(state)
+    torch.save(whole, f"{folder}/whole")
+    whole["learner"]["decays"] = [1.0] * 6
+    whole["K-FAC"]["preconditioner"]["blocks"]["0.bias"]["B"] *= 2
+    torch.save(whole, f"{folder}/changed")
+    results: dict[str, Any] = {"expected": gathered_state(parts_of(model))}
+    ranks.gather(None)  # all files are written
+    file = files[ranks.rank]
+    other = torch.load(f"{folder}/{file}", weights_only=False) if file else {}
+    for name in ("learner", "K-FAC"):
+
+        def go_on(name: str = name) -> None:
+            model, optimizer, learner = training({**state, name: other.get(name)})
+            step(model, optimizer)
+            learner.finish()
+            results[name] = gathered_state(parts_of(model))
+
+        error = error_of(go_on)
+        results.setdefault(name, error)
+    return results
+
+
+def of_partly_sharded_kfac() -> dict[str, Tensor]:
+    """Parameters after steps of K-FAC with momentum, where FSDP has the first layer alone."""
+    model, (x, y), ranks = made("cnn"), whole_data("cnn", 8), Ranks()
+    if ranks.size > 1:
+        fully_shard(model[0])
+    optimizer = KFAC(
+        model, "classification", lr=0.05, momentum=0.9, kl_clip=None, fisher="exact",
+        weight_decay=1e-3,
+    )  # fmt: skip
+    for part in (torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4, 0)):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[part]), y[part]).backward()
+        for p in model.parameters():
+            if p.grad is not None and not hasattr(p, "to_local") and ranks.size > 1:
+                dist.all_reduce(p.grad)
+                p.grad /= ranks.size
+        optimizer.step()
+    return gathered_state(parts_of(model))
 
 
 def of_kfac(*names: str) -> dict[str, Tensor]:
