@@ -8,7 +8,7 @@ called in `engine.model_calls`.
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy as copy_of
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,13 @@ def check_read_twice(data: Iterable[Any]) -> None:
         )
 
 
+class SplitBatch(NamedTuple):
+    """A batch's input and targets, which `split_batch` returns as they are."""
+
+    x: Any
+    y: Any
+
+
 def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
     """A batch's input and targets.
 
@@ -58,6 +65,8 @@ def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
         KeyError: a mapping without a key that the options name.
         TypeError: a batch of another form.
     """
+    if isinstance(batch, SplitBatch):
+        return batch
     if options.batch is not None:
         try:
             args, kwargs, y = options.batch(batch)

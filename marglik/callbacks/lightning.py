@@ -9,25 +9,31 @@ prior.posterior  # fitted, with the learned weight decays
 """
 
 import math
-from collections.abc import Iterable
-from contextlib import ExitStack
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import split_batch
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions
-from kfac_backend.sharding import gathered_state, is_sharded
+from kfac_backend.sharding import gathered_state, is_sharded, local_parts
+from marglik.callbacks.batches import StepInputs
 from marglik.posterior.posterior import Posterior
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
-from marglik.training.loss_agreement import OutputOf, warn_of_another_loss
+from marglik.training.loaders import EpochBatches
 
 with extra("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.trainer.states import RunningStage
 
 __all__ = ["MarginalLikelihood"]
 
@@ -74,10 +80,10 @@ class MarginalLikelihood(Callback):
         self.learner = PriorLearner(likelihood, curvature, **options)
         """Holds the hyperparameters and the evidences."""
         self._network, self._held_out = network, held_out
-        self._output: OutputOf | None = None  # in the first batch alone, as the batch itself
-        self._batch: Any = None
-        self._averaged: ExitStack | None = None  # while the average is validated
-        self._validated: tuple[int, dict[str, Tensor]] = -1, {}
+        self._inputs: StepInputs | None = None  # from the first batch of a training on
+        self._is_restored = False  # a checkpoint had this callback's state
+        self._other: list[Tensor] = []  # the steps' parameters while the network has their average
+        self._num_logged = 0
 
     @property
     def posterior(self) -> Posterior | None:
@@ -85,18 +91,13 @@ class MarginalLikelihood(Callback):
         return self.learner.posterior
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the data, and make the hyperparameters."""
+        """Check the module, its optimiser and the dataloader."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"The module has {len(trainer.optimizers)} optimisers; MarginalLikelihood supports "
                 "one, whose step needs the gradients of all parameters."
             )
-        loader: Any = trainer.train_dataloader
-        if isinstance(loader, dict | list | tuple):
-            raise ValueError(
-                f"There are {len(loader)} training dataloaders; MarginalLikelihood needs one."
-            )
-        network = pl_module if self._network is None else getattr(pl_module, self._network, None)
+        network = self._network_of(pl_module)
         if not isinstance(network, nn.Module):
             raise ValueError(
                 f"network={self._network!r} is not a module of {type(pl_module).__name__}; it has "
@@ -108,66 +109,125 @@ class MarginalLikelihood(Callback):
                 "Train it with Trainer(enable_checkpointing=False), or save in a loop of your own "
                 "with PriorLearner (kfac_backend.sharding.gathered_state)."
             )
-        steps = trainer.estimated_stepping_batches  # infinite where a number of hours is given
-        per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
-        is_known = 0 < steps < math.inf and per_epoch < math.inf
-        per_epoch = math.ceil(per_epoch) if is_known else 1
-        epochs = math.ceil(steps / per_epoch) if is_known else None
+        _loader_and_keys(trainer)
+        self._inputs, self._other = None, []  # of an earlier run, which an exception may have ended
+
+    def _network_of(self, pl_module: LightningModule) -> Any:
+        return pl_module if self._network is None else getattr(pl_module, self._network, None)
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the data and make the hyperparameters, once the module's own hooks have run."""
+        if self._inputs is not None:
+            return
+        network, options = self._network_of(pl_module), self.learner.options
+        batches, steps = trainer.num_training_batches, trainer.max_steps
+        epochs = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
+        if steps != -1 and batches < math.inf and pl_module.automatic_optimization:
+            of_steps = math.ceil(steps / math.ceil(batches / trainer.accumulate_grad_batches))
+            epochs = of_steps if epochs is None else min(epochs, of_steps)
+        self._inputs = StepInputs(
+            network, pl_module, Task(options.likelihood, options.curvature),
+            lambda batch: _prepared(trainer, pl_module, batch),
+            lambda batch, number: _run_step(trainer, pl_module, batch, number),
+        )  # fmt: skip
+        data = EpochBatches(
+            lambda: _loader_and_keys(trainer)[0],
+            self._inputs.read,
+            None if batches == math.inf else int(batches),
+        )
+        self._continue(trainer, network)
         # Lightning clips gradients after its own hook for callbacks, but before the optimiser's.
         self.learner.start(
-            network, trainer.optimizers[0], loader, epochs,
-            held_out=self._held_out, hooks="gradients",
+            network, trainer.optimizers[0], data, epochs, held_out=self._held_out,
+            hooks="gradients",
         )  # fmt: skip
-        self._output = OutputOf(network)
-        self._validated = -1, {}  # of an earlier run, which an exception may have ended
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
-        if is_known and trainer.global_step % per_epoch == 0:
-            self._end_epoch(trainer, trainer.global_step // per_epoch)
+        self._end_epoch(trainer, trainer.current_epoch)
+
+    def _continue(self, trainer: Trainer, network: nn.Module) -> None:
+        """Go on with what was learned before, or say that decays start anew."""
+        state, trained = self.learner.state_dict(), getattr(self.learner, "problem", None)
+        if self._is_restored or not (trainer.global_step or trained):
+            return
+        if trained is not None and trained.model is network and trainer.current_epoch:
+            self.learner.load_state_dict(state)
+        elif trainer.global_step:
+            warnings.warn(
+                f"The checkpoint has no state of MarginalLikelihood. The weight decays start anew, "
+                f"in epoch {trainer.current_epoch}. Resume from a checkpoint that was written with "
+                "this callback to continue them.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif trained is not None and trained.model is network:
+            warnings.warn(
+                "This fit() trains the same network again, and its weight decays start anew. To "
+                "continue them, raise trainer.fit_loop.max_epochs of the first trainer, or pass "
+                "ckpt_path.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember the batch that the loss is of."""
-        self._batch = batch if self._output is not None else None
+        """Give the network the parameters of the steps; before the first batch, start."""
+        self._to_steps()
+        is_first = self._inputs is None
+        self._start(trainer, pl_module)
+        assert self._inputs is not None
+        if is_first:
+            self._inputs.watch()
+        if self.learner.loss_check is not None:  # until the first step
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            labelled = reduce(lambda part, key: part[key], _loader_and_keys(trainer)[1], batch)
+            self.learner.loss_check.targets = self._inputs.split(labelled)[1]
+            self.learner.loss_check.scale = 1.0 if scaler is None else scaler.get_scale()
 
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare the first batch's loss with the likelihood's."""
-        if self._output is None:
-            return
-        f, network, batch = self._output.only, self._output.model, self._batch
-        self._forget_outputs()
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = (scaler.get_scale() if scaler is not None else 1) / trainer.accumulate_grad_batches
-        if f is not None and trainer.lightning_module.automatic_optimization:
-            task = Task(self.learner.likelihood, self.learner.options.curvature)
-            x, y = split_batch(batch, task.options)
-            y = task.targets(network, x, y)
-            learner = self.learner
-            warn_of_another_loss(loss / scale, f, y, learner.likelihood, learner.options)
+        """Check that the first batch has reached the network."""
+        assert self._inputs is not None
+        self._inputs.check_called("the module itself" if self._network is None else self._network)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the network its average so far, which is then validated."""
+        """Give the network its average so far, until the next training batch."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._averaged = ExitStack()
-            self._averaged.enter_context(self.learner.averaged())
+            self._start(trainer, pl_module)
+            self._to_steps()
+            if self.learner.state.has_average:
+                with self.learner.averaged():
+                    self._other = [tensor.clone() for tensor in self._learned_tensors()]
+                self._exchange()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember what was validated, and give the network the parameters of the steps again."""
-        if self._averaged is not None:
-            if trainer.checkpoint_callbacks and self.learner.state.has_average:
-                state = {name: t.detach().clone() for name, t in pl_module.state_dict().items()}
-                self._validated = trainer.global_step, state
-            self._close_average()
+    def _learned_tensors(self) -> list[Tensor]:
+        problem = self.learner.problem
+        buffers = [buffer for norm in problem.norms.values() for buffer in norm.buffers()]
+        return [*local_parts(problem.named.values()), *buffers]
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Exchange the steps' parameters for their average, or back."""
+        for tensor, other in zip(self._learned_tensors(), self._other, strict=True):
+            value = tensor.clone()
+            tensor.copy_(other)
+            other.copy_(value)
+
+    def _to_steps(self) -> None:
+        if self._other:
+            self._exchange()
+        self._other = []
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Put the network that was validated at this step in the place of that of the steps."""
-        step, state = self._validated
-        if step == trainer.global_step and STEPS not in checkpoint:
-            checkpoint[STEPS], checkpoint["state_dict"] = checkpoint["state_dict"], state
+        """Add the parameters of the steps where the network has their average."""
+        if self._other:
+            self._exchange()
+            state = pl_module.state_dict()
+            checkpoint[STEPS] = {name: tensor.detach().clone() for name, tensor in state.items()}
+            self._exchange()
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -176,33 +236,36 @@ class MarginalLikelihood(Callback):
         if trainer.state.fn == "fit" and STEPS in checkpoint:
             pl_module.load_state_dict(checkpoint[STEPS])
 
-    def _close_average(self) -> None:
-        if self._averaged is not None:
-            self._averaged.close()
-        self._averaged = None
-
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Remove all hooks, and restore the parameters of the steps."""
-        self._close_average()
-        self._forget_outputs()
-        self.learner.detach()
+        self._to_steps()
+        self._detach()
 
-    def _forget_outputs(self) -> None:
-        if self._output is not None:
-            self._output.close()
-        self._output = self._batch = None
+    def _detach(self) -> None:
+        if self._inputs is not None:
+            self._inputs.close()
+        self.learner.detach()
+        self._is_restored = False
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the prior if an update is due, and log."""
-        self._end_epoch(trainer, trainer.current_epoch + 1)
+        is_averaged = bool(self._other)
+        if is_averaged:
+            self._exchange()
+        try:
+            self._end_epoch(trainer, trainer.current_epoch + 1)
+        finally:
+            if is_averaged:  # checkpoints of this epoch hold what was validated
+                self._exchange()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the prior if the latest update was not at the final parameters, and log."""
-        self._forget_outputs()
-        self._validated = -1, {}
+        self._to_steps()
+        self._start(trainer, pl_module)
         self._log(trainer, self.learner.finish())
+        self._detach()
 
     def _end_epoch(self, trainer: Trainer, epoch: int) -> None:
         self._log(trainer, end_of_epoch(self.learner.problem, self.learner.state, epoch))
@@ -222,3 +285,52 @@ class MarginalLikelihood(Callback):
         """Restore the state from one of the trainer's checkpoints."""
         if state_dict:
             self.learner.load_state_dict(state_dict)
+            self._is_restored = True
+
+
+def _loader_and_keys(trainer: Trainer) -> tuple[Any, list[Any]]:
+    """The present dataloader, and the keys of its batch in the batches of the training step."""
+    loader, keys = trainer.train_dataloader, []
+    while isinstance(loader, dict | list | tuple):
+        if len(loader) != 1:
+            raise ValueError(
+                f"There are {len(loader)} training dataloaders; MarginalLikelihood needs one."
+            )
+        keys.append(next(iter(loader)) if isinstance(loader, dict) else 0)
+        loader = loader[keys[-1]]
+    return loader, keys
+
+
+def _prepared(trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[Any, Any]:
+    """A batch after the trainer's conversion and transfer hooks, whole and the loader's part."""
+    keys = _loader_and_keys(trainer)[1]
+    for key in reversed(keys):
+        batch = [batch] if key == 0 else {key: batch}
+    with _in_training(trainer):
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    return batch, reduce(lambda part, key: part[key], keys, batch)
+
+
+def _run_step(trainer: Trainer, pl_module: LightningModule, batch: Any, number: int) -> None:
+    precision = trainer.precision_plugin
+    # Under autocast the network would get coarser inputs; passes run in the parameters' dtype.
+    is_mixed = isinstance(precision, MixedPrecision)
+    pl_module.__dict__["log"] = lambda *args, **kwargs: None  # a pass is no step to be logged
+    try:
+        with _in_training(trainer), nullcontext() if is_mixed else precision.forward_context():
+            arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
+            pl_module.training_step(*arguments.values())
+    finally:
+        del pl_module.__dict__["log"]
+
+
+@contextmanager
+def _in_training(trainer: Trainer) -> Iterator[None]:
+    """A context in which ``trainer.training`` is true, as in a training step."""
+    stage, trainer.state.stage = trainer.state.stage, RunningStage.TRAINING
+    try:
+        yield
+    finally:
+        trainer.state.stage = stage

@@ -9,8 +9,8 @@ prior.posterior  # fitted, with the learned weight decays
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from kfac_backend.atomic_files import sha256_of_tensors
-from kfac_backend.engine.batches import split_batch, to_device
+from kfac_backend.engine.batches import length
 from kfac_backend.engine.model_calls import forked_random_numbers, logits_of
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
@@ -35,13 +35,14 @@ from kfac_backend.sharding import (
     part_of_whole,
     reshard,
 )
+from marglik.callbacks.batches import StepInputs
 from marglik.eval_mode import eval_mode
 from marglik.posterior.fitted_weights import running_statistics
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
-from marglik.training.loss_agreement import OutputOf, warn_of_another_loss
+from marglik.training.loaders import EpochBatches
 
 with extra("transformers"):
     from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
@@ -106,7 +107,9 @@ class MarginalLikelihood(TrainerCallback):
         """Holds the hyperparameters and the evidences."""
         self._trainer, self._held_out = trainer, held_out
         self._task = Task(self.learner.likelihood, curvature)
+        self._inputs: StepInputs | None = None  # while it trains
         self._train, self._evaluate = trainer.train, trainer.evaluate
+        self._compute_loss = trainer.compute_loss
         trainer.train = self._train_and_clean_up
 
     @classmethod
@@ -140,7 +143,10 @@ class MarginalLikelihood(TrainerCallback):
             return self._train(*args, **kwargs)
         finally:
             self._trainer.evaluate = self._evaluate
+            self._trainer.compute_loss = self._compute_loss
             self.learner.detach()
+            if self._inputs is not None:
+                self._inputs.close()
 
     def _evaluate_average(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.learner.averaged():
@@ -164,7 +170,9 @@ class MarginalLikelihood(TrainerCallback):
         check_sharding(model)
         if (size := Ranks().size) > 1:
             _check_shard(loader, size)
-        self.learner.detach()  # the trainer begins again where a batch did not fit in memory
+        # The trainer begins again where a batch did not fit in memory.
+        had_no_step = not (hasattr(self.learner, "state") and self.learner.state.steps[-1])
+        self.learner.detach()
         if state.global_step:
             checkpoints = self._checkpoints(args, state)
             saved = checkpoints.load()
@@ -176,29 +184,50 @@ class MarginalLikelihood(TrainerCallback):
                     "there."
                 )
             self.learner.load_state_dict(saved["prior"])
-        self.learner.start(
-            model, kwargs["optimizer"], loader, math.ceil(state.num_train_epochs),
-            held_out=self._held_out, hooks="gradients",
-        )  # fmt: skip
+        elif not had_no_step and self.learner.problem.model is model:
+            warnings.warn(
+                "This train() trains the same model again, and its weight decays start anew. To "
+                "continue them, train for more epochs with resume_from_checkpoint.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._inputs = StepInputs(
+            model, model, self._task, self._prepared, lambda batch, _: self._run_step(model, batch)
+        )
+        batches, limit = length(loader), None
+        if batches is None:  # a stream, which may have no end
+            limit = state.max_steps * args.gradient_accumulation_steps
+        data = EpochBatches(lambda: loader, self._inputs.read, limit)
         with forked_random_numbers(model), eval_mode(model):
-            self._compare_loss(model, next(iter(loader)))
+            self._task.targets(model, *next(iter(data)))  # whether the model shifts labels
+        self.learner.start(
+            model, kwargs["optimizer"], data,
+            None if batches is None else math.ceil(state.num_train_epochs),
+            held_out=self._held_out, hooks="gradients" if batches else "all",
+        )  # fmt: skip
         self._trainer.evaluate = self._evaluate_average
+        self._trainer.compute_loss = self._note_labels
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         self._end_epoch(math.floor((state.epoch or 0) + ROUNDING))
+        self._inputs.watch()
 
-    def _compare_loss(self, model: nn.Module, batch: Any) -> None:
-        """Compare the loss that the trainer computes with the likelihood's."""
-        batch = to_device(batch, next(model.parameters()).device)
-        x, y = split_batch(dict(batch), self._task.options)
-        y = self._task.targets(model, x, y)
-        with torch.enable_grad(), closing(OutputOf(model)) as output:
-            try:
-                loss: Any = self._trainer.compute_loss(model, dict(batch))
-            except Exception:  # it is raised again by the first step, if that calls it so
-                return
-        f, learner = output.only, self.learner
-        if f is not None:
-            warn_of_another_loss(loss, f, y, learner.likelihood, learner.options)
+    def _prepared(self, batch: Any) -> tuple[Any, Any]:
+        """A batch as the trainer's step takes it, and what holds its labels: a copy."""
+        batch = self._trainer._prepare_inputs(batch)
+        return batch, dict(batch)
+
+    def _run_step(self, model: nn.Module, batch: Any) -> None:
+        with self._trainer.compute_loss_context_manager():
+            self._compute_loss(model, batch)
+
+    def _note_labels(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's own loss; the first step's is compared with the likelihood's."""
+        if self.learner.loss_check is not None and self._inputs is not None:
+            self.learner.loss_check.targets = self._inputs.split(inputs)[1]
+        return self._compute_loss(model, inputs, *args, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log an update that followed this step of a stream."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if an update is due, and log."""

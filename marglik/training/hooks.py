@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.sharding import local_parts
 from marglik.training import algorithm
+from marglik.training.loss_agreement import LossCheck
 from marglik.training.state import LearnerState, Part, Problem
 
 _ACTIVE: "WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StepHooks]]" = WeakKeyDictionary()
@@ -47,12 +48,17 @@ class StepHooks:
         problem: what is trained.
         state: changed by the steps.
         optimizers: all that were passed to the start, also one whose tensors are all frozen.
+        loss_check: called before the first step.
     """
 
     def __init__(
-        self, problem: Problem, state: LearnerState, optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        problem: Problem,
+        state: LearnerState,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loss_check: LossCheck | None = None,
     ) -> None:
-        self.problem, self.state = problem, state
+        self.problem, self.state, self.loss_check = problem, state, loss_check
         self._left = [WeightsLeft(part) for part in problem.parts]
         self._parameters = {id(p): name for name, p in problem.named.items()}
         self._optimizers = weakref.WeakSet(optimizers)
@@ -64,6 +70,7 @@ class StepHooks:
         self._handles = [
             register_optimizer_step_pre_hook(partial(_before_any_step, hooks)),
             register_optimizer_step_post_hook(partial(_after_any_step, hooks)),
+            *([] if loss_check is None else [loss_check.handle]),
         ]
         for part in problem.parts:
             self._handles += [
@@ -129,6 +136,9 @@ class StepHooks:
 
     def add_penalty(self, optimizer: torch.optim.Optimizer, part: int) -> None:
         """Add the prior's gradient, if the step will be made."""
+        check, self.loss_check = self.loss_check, None
+        if check is not None:
+            check.compare()
         if not _is_skipped(optimizer):
             scale = getattr(optimizer, "grad_scale", None)
             algorithm.penalty(self.problem, self.state, 1.0 if scale is None else scale, part)

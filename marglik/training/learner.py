@@ -23,6 +23,7 @@ from marglik.training.average import averaged
 from marglik.training.decay_policy import DecayPolicy
 from marglik.training.hooks import StepHooks, active_hooks
 from marglik.training.loaders import Loader, steps_in_epoch
+from marglik.training.loss_agreement import LossCheck
 from marglik.training.schedule import Schedule
 from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of
 
@@ -95,7 +96,9 @@ class PriorLearner:
             loader: batches (x, y), or mappings, of training and of the curvature pass; with several
                 ranks this rank's shard.
             epochs: number of epochs, if it is known: updates are spread over them.
-            loss: the loop's loss(outputs, targets), compared with the likelihood's on a batch.
+            loss: the loop's loss(outputs, targets), compared with the likelihood's on a batch. None
+                compares the gradient of the first step's loss in the outputs, where it shows the
+                targets: for classes and Bernoulli outputs.
             steps_per_epoch: the optimiser's steps in an epoch, without those that a gradient scaler
                 skips; None takes a step for each batch of the loader. Of a stream, whose length is
                 unknown, an "epoch" is then a round of the steps that see 2,560 examples, or N.
@@ -128,10 +131,19 @@ class PriorLearner:
             )
         problem.replay(*self._replayed)
         hyper = self._hyperparameters or problem.initial_hyperparameters()
-        self.state = algorithm.start(problem, hyper, self._saved, loss=loss, sums_terms=sums_terms)
+        saved = self._saved
+        self.state = algorithm.start(problem, hyper, saved, loss=loss, sums_terms=sums_terms)
         self.problem, self._saved = problem, None
         self._averages = True
-        self._hooks = None if hooks == "none" else StepHooks(problem, self.state, optimizers)
+        if hooks != "none":
+            compares = loss is None and not saved
+            check = LossCheck(model, self.likelihood, options) if compares else None
+            self._hooks = StepHooks(problem, self.state, optimizers, check)
+
+    @property
+    def loss_check(self) -> LossCheck | None:
+        """What compares the first step's loss with the likelihood's; None after that step."""
+        return self._hooks and self._hooks.loss_check
 
     def detach(self) -> None:
         """Remove the hooks, as `finish` does: for a loop that was given up."""

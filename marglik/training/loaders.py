@@ -1,7 +1,9 @@
 """What a loader is: its examples, its generators, another iterator over it, and a rank's shard."""
 
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from copy import copy
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +18,33 @@ Loader = Iterable[Any]
 """Batches (x, y), or mappings, examples first; iterated once per epoch."""
 
 
+@dataclass(frozen=True)
+class EpochBatches:
+    """The batches of a trainer's epoch, each passed through a function as it is read.
+
+    Args:
+        get_loader: returns the trainer's present loader, which may change between epochs.
+        function: of a batch and its number.
+        limit: number of batches in an epoch; None reads all.
+    """
+
+    get_loader: Callable[[], Loader]
+    function: Callable[[Any, int], Any]
+    limit: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = islice(own_iteration(self.get_loader()), self.limit)
+        return (self.function(batch, number) for number, batch in enumerate(batches))
+
+    def __len__(self) -> int:
+        number: int = len(self.get_loader())  # pyright: ignore[reportArgumentType]
+        return number if self.limit is None else min(number, self.limit)
+
+
+def _loader_of(loader: Any) -> Any:
+    return loader.get_loader() if isinstance(loader, EpochBatches) else loader
+
+
 def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> int:  # noqa: B008
     """The number of examples in one pass over a loader, read off its sampler if it has one.
 
@@ -24,15 +53,17 @@ def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> 
     Raises:
         TypeError: an iterator, which could be read only once; targets that are no tensors.
     """
-    if hasattr(loader, "num_examples"):
-        return loader.num_examples  # pyright: ignore[reportAttributeAccessIssue]
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
+    inner, limit = _loader_of(loader), getattr(loader, "limit", None)
+    if limit is None and hasattr(inner, "num_examples"):
+        return inner.num_examples
+    for owner in (inner, getattr(inner, "batch_sampler", None)):
         sampler = getattr(owner, "sampler", None)
         batch_size = getattr(owner, "batch_size", None)
         if isinstance(sampler, Sized) and batch_size:
             count = len(sampler)
-            return count - count % batch_size if getattr(owner, "drop_last", False) else count
-    check_read_twice(loader)
+            count -= count % batch_size if getattr(owner, "drop_last", False) else 0
+            return count if limit is None else min(count, limit * batch_size)
+    check_read_twice(inner)
     count = 0
     for batch in loader:
         _, y = split_batch(batch, options)
@@ -100,13 +131,14 @@ def check_workers(*loaders: Any) -> None:
 
 def samplers_of(loader: Any) -> tuple[Any, ...]:
     """The sampler of a loader, and that of its batch sampler; None where there is none."""
+    loader = _loader_of(loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
 
 
 def generators_of(*loaders: Any) -> list[torch.Generator]:
     """The ``generator`` attributes of loaders and their samplers, each once."""
-    owners = [owner for loader in loaders for owner in (loader, *samplers_of(loader))]
+    owners = [o for loader in loaders for o in (_loader_of(loader), *samplers_of(loader))]
     generators = [getattr(owner, "generator", None) for owner in owners]
     return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 

@@ -4,14 +4,16 @@ Not by their values, which may differ by a constant such as log y!; and label sm
 changes the value of a network that was just initialised.
 """
 
+import math
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.model_calls import logits_of
-from kfac_backend.likelihoods import Likelihood, check_targets, num_counted_terms
+from kfac_backend.likelihoods import IGNORED, Likelihood, check_targets, num_counted_terms
 from kfac_backend.precision import at_least_float32
 
 if TYPE_CHECKING:
@@ -19,35 +21,76 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-3
 """Of the gradients' norm; several times the rounding of a coarser dtype if that is more."""
+FEW_FIRST_LABELS = 0.02
+"""The share of labels without an output that may count in a mean over terms, without a word."""
+LEAST_SCALE = 2**8
+"""The least factor that may be a gradient scaler's."""
 MOST_NUMBERS = 2**22
 """Of the gradients that are compared."""
 
 
-class OutputOf:
-    """Notes a network's outputs by a hook, until it is closed.
+class LossCheck:
+    """Compares the loss of the first step with the likelihood's, in any loop, by a hook.
+
+    The hook notes the network's first outputs that get a gradient, and this gradient. The targets
+    are those that the loop's owner gives, or else those that the gradient shows: of labels the
+    class with the least entry, of Bernoulli outputs the sign. Other targets are not known without.
 
     Args:
         model: the network.
+        likelihood: says ℓ.
+        options: say what the loss is a mean over, and its scale.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._outputs: list[Tensor] = []
-        self._handle = model.register_forward_hook(self._note)
+    def __init__(self, model: nn.Module, likelihood: Likelihood, options: "LearnerOptions") -> None:
+        self.likelihood, self.options = likelihood, options
+        self.targets: Tensor | None = None
+        """Of the next batch, for likelihoods that take them."""
+        self.scale: float | None = None
+        """What a gradient scaler multiplies the loss with; None if that is not known."""
+        self._first: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._num_outputs = 0
+        self._gradients: list[tuple[int, int]] = []
+        """The number of each output that got a gradient, and of the latest output by then."""
+        self.handle = model.register_forward_hook(self._note)
 
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
         f = logits_of(output)
-        if isinstance(f, Tensor) and f.requires_grad:
-            self._outputs.append(f)
+        is_of_training = module.training and isinstance(f, Tensor) and f.requires_grad
+        if is_of_training and f.dim() > 1:  # passes run in eval mode
+            self._num_outputs += 1
+            f.register_hook(partial(self._take, self._num_outputs, f.detach(), self.targets))
 
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+    def _take(self, number: int, f: Tensor, y: Tensor | None, gradient: Tensor) -> None:
+        self._gradients.append((number, self._num_outputs))
+        if self._first is None:
+            self._first = f, gradient.detach().clone(), y
 
-    @property
-    def only(self) -> Tensor | None:
-        """The output of the only call; None if there was none, or several, which may all count."""
-        return self._outputs[0] if len(self._outputs) == 1 else None
+    def compare(self) -> None:
+        """Warn if the loss of the first step, which follows now, differs; remove the hook."""
+        self.handle.remove()
+        numbers = [number for number, _ in self._gradients]
+        has_joint_loss = any(i < j <= latest for i, latest in self._gradients for j in numbers)
+        if self._first is None or has_joint_loss:
+            return
+        f, gradient, y = self._first
+        if y is None or (self.likelihood.has_labels and y.dim() > 1):  # which may be shifted
+            y = _shown_targets(gradient, self.likelihood)
+        if y is not None:  # the loss of each of k accumulated batches is divided by k
+            gradient = gradient * len(numbers) / (self.scale or 1)
+            is_scaled = self.scale is None
+            warn_of_another_gradient(
+                gradient, f, y, self.likelihood, self.options, may_be_scaled=is_scaled
+            )
+
+
+def _shown_targets(gradient: Tensor, likelihood: Likelihood) -> Tensor | None:
+    """The targets that a loss's gradient shows; None where it shows none."""
+    if likelihood.kind == "binary":
+        return (gradient < 0).to(gradient)
+    if likelihood.name not in ("classification", "noisy_classification"):
+        return None
+    return gradient.argmin(-1).masked_fill(~gradient.any(-1), IGNORED)
 
 
 def warn_of_another_loss(
@@ -72,8 +115,23 @@ def warn_of_another_loss(
         ValueError: targets that do not fit the outputs.
     """
     (gradient,) = torch.autograd.grad(loss.sum(), f, retain_graph=True, allow_unused=True)
-    if gradient is None:
-        return
+    if gradient is not None:
+        warn_of_another_gradient(gradient, f, y, likelihood, options)
+
+
+def warn_of_another_gradient(
+    gradient: Tensor,
+    f: Tensor,
+    y: Tensor,
+    likelihood: Likelihood,
+    options: "LearnerOptions",
+    *,
+    may_be_scaled: bool = False,
+) -> None:
+    """As `warn_of_another_loss`, of a gradient ∂loss/∂f, which a gradient scaler may have scaled.
+
+    Such scalers multiply by a power of two, at first 2¹⁶.
+    """
     check_targets(f, y, likelihood, may_ignore=True)
     scale, is_mean_over_terms = options.loss_scale, options.mean_over == "terms"
     terms = max(int(num_counted_terms(f, y, likelihood)), 1)
@@ -93,11 +151,34 @@ def warn_of_another_loss(
     if same(loops, ours) or not (loops.isfinite().all() and ours.isfinite().all()):
         return
     factor = float((loops * ours).sum() / ours.square().sum())
+    is_sum = any(abs(factor / number - 1) < TOLERANCE for number in (len(f), terms, 2 * len(f)))
+    if may_be_scaled and not is_sum and factor >= LEAST_SCALE and math.log2(factor).is_integer():
+        loops, factor = loops / factor, 1.0
+        if same(loops, ours):
+            return
+    # Hugging Face's trainer divides by the number of labels before a model shifts them: by one more
+    # for each sequence.
+    num_labels = round(terms / factor) if factor > 0 else 0
+    counts_first_labels = is_mean_over_terms and terms < num_labels <= terms + len(f)
+    if counts_first_labels and factor > 1 - FEW_FIRST_LABELS and same(loops, factor * ours):
+        return
     unit = "classes" if likelihood.has_labels else "targets"
-    if same(loops, factor * ours):
+    smoothing = _smoothing(loops, ours, y, count / scale, same)
+    if smoothing and not is_sum:
+        difference = (
+            f"is that of labels smoothed by {smoothing:.4g}. Pass the likelihood "
+            f"'classification(smoothing={smoothing:.4g})', or leave the smoothing out"
+        )
+    elif same(loops, factor * ours):
         difference = f"is {factor:.4g} times that of the likelihood"
-        if any(abs(factor / number - 1) < TOLERANCE for number in (len(f), terms, 2 * len(f))):
+        if is_sum:
             difference += ', as with reduction="sum". Take the mean'
+        elif counts_first_labels:
+            difference += (
+                f", as of a sum over {terms} terms that is divided by the number of labels before "
+                f"their shift, {num_labels}. If all sequences are as long, pass "
+                f"loss_scale={scale * factor:.6g} to the learner"
+            )
         elif not is_mean_over_terms and abs(factor * terms / len(f) - 1) < TOLERANCE:
             difference += ", as of a mean over all terms that count. Pass mean_over='terms'"
         else:
@@ -109,11 +190,6 @@ def warn_of_another_loss(
         difference = (
             f"counts some {unit} more than others. Give the likelihood their weights, as in "
             "'classification(weights=[1, 2])' or \"weighted(of='regression')\""
-        )
-    elif smoothing := _smoothing(loops, ours, y, count / scale, same):
-        difference = (
-            f"is that of labels smoothed by {smoothing:.4g}. Pass the likelihood "
-            f"'classification(smoothing={smoothing:.4g})', or leave the smoothing out"
         )
     else:
         difference = (

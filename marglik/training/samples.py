@@ -11,7 +11,9 @@ than two standard errors.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from kfac_backend.engine.batches import length
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.posterior.posterior import Posterior
-from marglik.training.loaders import Loader, own_iteration
+from marglik.training.loaders import EpochBatches, Loader, own_iteration
 from marglik.training.random_state import random_numbers_restored
 
 if TYPE_CHECKING:
@@ -151,7 +153,14 @@ def examples_for_gamma(posterior: Posterior, gamma: Mapping[str, float]) -> int:
     return math.ceil(max(shares) / (LARGEST_GAMMA * terms_per_example))
 
 
-def sampled(loader: Loader, number: int, num_data: int, ranks: Ranks, seed: int) -> Iterable[Any]:
+def sampled(
+    loader: Loader,
+    number: int,
+    num_data: int,
+    ranks: Ranks,
+    seed: int,
+    limit: int | None = None,
+) -> Iterable[Any]:
     """Batches of about ``number`` random examples of a loader's, without replacement.
 
     The loader's iterator, which a training loop may be using, is not touched, nor are the random
@@ -161,30 +170,40 @@ def sampled(loader: Loader, number: int, num_data: int, ranks: Ranks, seed: int)
         loader: a loader with a method ``sample``, as `marglik.data.Batches`; a plain DataLoader of
             a map-style dataset, of whose sampler's examples these are some, collated anew; or any
             other with a length, of which these are whole batches. Data without a length is returned
-            as it is, and so is the latter if all of it is asked for.
+            as it is, and so is the latter if all of it is asked for. Of `EpochBatches` the function
+            is applied to these batches.
         number: M, of all ranks together.
         num_data: N, of all ranks together.
         ranks: each samples its own shard.
         seed: of the choice; the same on all ranks.
+        limit: number of the loader's batches in an epoch; None if an epoch reads all.
     """
+    if isinstance(loader, EpochBatches):
+        batches = sampled(loader.get_loader(), number, num_data, ranks, seed, loader.limit)
+        return replace(loader, get_loader=lambda: batches, limit=None)
     generator = torch.Generator().manual_seed(seed)
     if hasattr(loader, "sample"):
         return _Again(partial(loader.sample, number, BATCH_SIZE), seed)  # pyright: ignore
     if _is_of_examples(loader):
         batches = loader.batch_sampler  # pyright: ignore[reportAttributeAccessIssue]
         with random_numbers_restored(loader):
-            indices = sorted(i for batch in batches for i in batch)  # in whatever order they came
+            indices = sorted(
+                i for batch in islice(batches, limit) for i in batch
+            )  # in whatever order they came
         M = max(1, min(len(indices), round(number * len(indices) / num_data)))
         chosen = [indices[i] for i in torch.randperm(len(indices), generator=generator)[:M]]
         starts = range(0, M, BATCH_SIZE)
         parts = [chosen[i : i + BATCH_SIZE] for i in starts]
         return _with_batches(loader, parts, generator)  # pyright: ignore[reportArgumentType]
     total = length(loader)
-    if total is None or number >= num_data:
+    if limit is None and (total is None or number >= num_data):
         return own_iteration(loader)
-    M = max(1, math.ceil(total * number / num_data))
-    numbers = set(torch.randperm(total, generator=generator)[:M].tolist())
-    return _Some(own_iteration(loader), numbers)
+    if total is None or number >= num_data:  # of a stream the first ones: it may have no end
+        numbers = range(limit or 0)
+    else:
+        numbers = torch.randperm(min(total, limit or total), generator=generator).tolist()
+    M = max(1, math.ceil(len(numbers) * min(1, number / num_data)))
+    return _Some(own_iteration(loader), {*numbers[:M]})
 
 
 def _is_of_examples(loader: Loader) -> bool:

@@ -1,0 +1,194 @@
+"""The batches of curvature passes, as a trainer's own steps give them to the network.
+
+A pass reads the trainer's present loader, as many batches as an epoch does. The trainer prepares
+each batch. Then its training step runs until it calls the network, and the pass takes the arguments
+of this call in place of the batch's inputs.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.engine.batches import Arguments, SplitBatch, map_entries, split_batch
+from kfac_backend.engine.task import Task
+
+MOST_DEVIATIONS = 6.0
+"""Standard errors by which two batches of the same kind may differ in a mean."""
+
+
+class StepInputs:
+    """Reads batches as the training step gives them to the network.
+
+    Args:
+        network: the network, a part of ``module`` or itself.
+        module: the module that the trainer trains.
+        task: says which part of a batch the targets are.
+        prepare: moves and converts a batch as the trainer does; returns what the step takes, and
+            what holds the targets.
+        step: runs the training step with a prepared batch and its number.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        module: nn.Module,
+        task: Task,
+        prepare: Callable[[Any], tuple[Any, Any]],
+        step: Callable[[Any, int], object],
+    ) -> None:
+        self._network, self._task, self._prepare, self._step = network, task, prepare, step
+        self._modes = {m: m.training for m in module.modules()}  # as in the first training step
+        inside = set(network.modules())
+        self._outside = [m for m in self._modes if m not in inside]
+        self._first: Any = None
+        self._handle: Any = None
+
+    def read(self, batch: Any, number: int) -> SplitBatch:
+        """The network's inputs in a training step with this batch, and the targets."""
+        batch, labelled = self._prepare(batch)
+        with self._as_in_training(), torch.no_grad():
+            call = _arguments_of(self._network, lambda: self._step(batch, number))
+        x, y = self.split(labelled)
+        x = x if call is None else self._input_of(*call)
+        x = _in_dtype(x, next(self._network.parameters()).dtype)
+        self._first = x if self._first is None else self._first
+        return SplitBatch(x, y)
+
+    def _input_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of a call as an input, without the labels."""
+        names = {"labels", self._task.options.dict_key_y}
+        kwargs = {name: value for name, value in kwargs.items() if name not in names}
+        is_alone = len(args) == 1 and not kwargs
+        return args[0] if is_alone else Arguments({**dict(enumerate(args)), **kwargs})
+
+    def split(self, labelled: Any) -> tuple[Any, Any]:
+        """A batch's own input and targets; numbers (N,) become (N, 1)."""
+        x, y = split_batch(labelled, self._task.options)
+        is_column = isinstance(y, Tensor) and y.dim() == 1 and not self._task.likelihood.has_labels
+        return x, y[:, None] if is_column else y
+
+    @contextmanager
+    def _as_in_training(self) -> Iterator[None]:
+        """A context with the modes of training, which leaves modes, buffers and gradients alone."""
+        modes = {m: m.training for m in self._modes}
+        buffers = [(b, b.clone()) for m in self._outside for b in m.buffers(recurse=False)]
+        gradients = [(p, p.grad) for m in self._modes for p in m.parameters(recurse=False)]
+        for m, is_training in self._modes.items():
+            m.training = is_training
+        for p, _ in gradients:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for m, is_training in modes.items():
+                m.training = is_training
+            for p, gradient in gradients:
+                p.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+    def watch(self) -> None:
+        """Compare the network's inputs in the next training step with those of the first pass."""
+        self._handle = self._network.register_forward_pre_hook(self._compare, with_kwargs=True)
+
+    def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self.close()
+            ours, theirs = _numbers(self._first), _numbers(self._input_of(args, kwargs))
+            if difference := _difference(ours, theirs):
+                warnings.warn(
+                    f"The network's inputs in the first training batch {difference}. The evidence "
+                    "is then not that of the training data. Change batches in the data set, in "
+                    "the trainer's transfer hooks or in the training step before it calls the "
+                    "network, and not in other hooks or callbacks.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def check_called(self, name: str) -> None:
+        """Warn if the first training step has not called the network."""
+        if self._handle is not None:
+            self.close()
+            warnings.warn(
+                f"The training step did not call {name}. Curvature passes call it with the "
+                "batches' own inputs, which may differ from those of training. Pass the network "
+                "that the training step calls.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+
+
+class _Called(BaseException):
+    """Ends a training step where it calls the network; no ``except Exception`` stops it."""
+
+
+def _arguments_of(network: nn.Module, step: Callable[[], object]) -> Any:
+    """The arguments of the first call of a network; None if there is none."""
+    calls: list[Any] = []
+
+    def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+        raise _Called
+
+    # Before other hooks, such as those that gather a sharded network's parameters.
+    handle = network.register_forward_pre_hook(end, prepend=True, with_kwargs=True)
+    try:
+        step()
+    except _Called:
+        pass
+    finally:
+        handle.remove()
+    return calls[0] if calls else None
+
+
+def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
+    """Inputs in the network's dtype, where autocast has made them coarser."""
+    if isinstance(x, Mapping):
+        return map_entries(lambda value: _in_dtype(value, dtype), x)
+    is_coarse = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return x.to(dtype) if is_coarse else x
+
+
+def _numbers(x: Any) -> list[Tensor]:
+    """The tensors of floating point in an input, in the order of its arguments."""
+    if isinstance(x, Tensor):
+        return [x.detach()] if x.is_floating_point() and x.dim() else []
+    values = x.values() if isinstance(x, Mapping) else ()
+    return [tensor for value in values for tensor in _numbers(value)]
+
+
+def _difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
+    """How two batches of a network's inputs differ beyond chance; None if they do not."""
+    if [t.dim() for t in ours] != [t.dim() for t in theirs]:
+        shapes = [" and ".join(str((*t.shape,)) for t in ts) or "none" for ts in (ours, theirs)]
+        return f"have other axes than in the curvature's passes: {shapes[1]}, not {shapes[0]}"
+    for a, b in zip(ours, theirs, strict=True):
+        a, b = (t.double().reshape(len(t), -1) for t in (a, b))
+        if (a.shape == b.shape and torch.allclose(a, b, 1e-2, 1e-3)) or min(len(a), len(b)) < 4:
+            continue
+        # Of each example the mean and the logarithm of the mean square, whose tails are short.
+        means, squares = ([t.mean(1) for t in (a, b)], [t.square().mean(1) for t in (a, b)])
+        total = torch.cat(squares).mean()
+        sizes = [(square + 1e-3 * total).log() for square in squares]
+        cases = [("mean", means, total.sqrt()), ("mean square", sizes, 1.0)]
+        for name, (ours_n, theirs_n), unit in cases:
+            errors = (ours_n.var() / len(a) + theirs_n.var() / len(b)).sqrt()
+            difference = (ours_n.mean() - theirs_n.mean()).abs()
+            if difference > MOST_DEVIATIONS * errors + 0.05 * unit:
+                values = [t.mean() for t in (means if name == "mean" else squares)]
+                return (
+                    f"differ from those of the curvature's passes: their {name} is "
+                    f"{values[1]:.4g}, not {values[0]:.4g}"
+                )
+    return None
