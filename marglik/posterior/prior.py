@@ -7,6 +7,7 @@ loss, a mean over N examples with likelihood temperature T, precision δ acts as
 T·δ/N.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -269,6 +270,32 @@ class Hyperparameters:
                 value.copy_(state[name])
 
     @torch.no_grad()
+    def settle_noise(self, terms: EvidenceTerms, temperature: float) -> float:
+        """Set σ to its fixed point at the present δ; returns the evidence (nats) there.
+
+        σ² = 2·loss / (number of targets − T Σγ(σ)), as in `update`, which Adam's steps approach.
+        Where the parameters determine half of the targets or more, σ stays as it is.
+
+        Args:
+            terms: of a fitted posterior.
+            temperature: T.
+        """
+        T, device = temperature, terms.squared_norms.device
+        groups = torch.tensor(self.groups.index)[terms.tensors.cpu()]
+        delta = self._log_delta.exp()[groups].to(device)
+        for _ in range(100):
+            gamma = terms.effective_parameters(delta, self._log_sigma.exp().to(device), T).sum()
+            free = terms.num_targets - T * gamma.item()
+            if free < terms.num_targets / 2:
+                break
+            before = self._log_sigma.item()
+            self._log_sigma.fill_(math.log(2 * terms.loss / free) / 2)
+            if abs(self._log_sigma.item() - before) < 1e-6:
+                break
+        sigma = self._log_sigma.exp().to(device)
+        return terms.log_marginal_likelihood(delta, sigma, T).item()
+
+    @torch.no_grad()
     def update(
         self, terms: EvidenceTerms, steps: int, temperature: float, largest: Tensor | None = None
     ) -> list[float]:
@@ -322,6 +349,7 @@ def update_prior(
     *,
     is_sample: bool = False,
     largest: Callable[[Posterior], Tensor | None] | None = None,
+    settles_noise: bool = False,
     progress: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit a posterior, then take hyperparameter steps that raise its evidence.
@@ -339,6 +367,7 @@ def update_prior(
         is_sample: whether the data is a sample that stands for ``num_data`` examples.
         largest: from the fitted posterior to the δ of each group, (G,), that no step exceeds; None,
             also as its value, for no limit.
+        settles_noise: whether σ ends at its fixed point, if it is learned.
         progress: whether to show a bar over the batches.
 
     Returns:
@@ -364,6 +393,8 @@ def update_prior(
     decomposed = _now(device)
     limits = None if largest is None else largest(posterior)
     evidences = hyperparameters.update(terms, steps, T, limits)
+    if settles_noise and hyperparameters.learn_sigma_noise:
+        evidences[-1] = hyperparameters.settle_noise(terms, T)
     if ranks.size > 1:
         # Each rank has taken the same steps, but on another processor they may round otherwise, and
         # ranks with different weight decays would drift apart.

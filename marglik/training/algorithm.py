@@ -165,6 +165,7 @@ def fit(
     plan = curvature_plan(problem, state, is_last)
     curvature, data = pass_of_update(problem, state, plan, is_last)
     is_sample, former = plan.num_examples < N, state.posterior
+    settles = options.policy.settled is not None and options.schedule.keep == "last"
     state.measures.has_estimates |= is_sample or curvature.make_fisher().draws
     state.posterior = posterior = Posterior(
         problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,
@@ -180,6 +181,7 @@ def fit(
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=is_sample, progress=problem.progress,
                 largest=options.policy.limits(problem, state, is_last),
+                settles_noise=is_last and settles,
             )  # fmt: skip
         record |= plan._asdict() | {"num_data": N}
         if posterior.factors is not None:

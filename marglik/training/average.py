@@ -31,6 +31,7 @@ from kfac_backend.sharding import (
 from marglik.eval_mode import preserve_mode
 from marglik.training.loaders import Loader, own_iteration
 from marglik.training.random_state import random_numbers_restored
+from marglik.training.samples import sampled
 
 if TYPE_CHECKING:
     from marglik.training.state import LearnerState, Problem
@@ -40,6 +41,10 @@ _logger = logging.getLogger(__name__)
 ETA = 4
 """η: the average has the mean age and the effective number of steps of a mean over the last third
 (.166 and .36 of the steps so far)."""
+
+
+FEW_EXAMPLES = 2_560
+"""Training examples from which BatchNorm's statistics are renewed within a training."""
 
 
 class WeightAverage:
@@ -229,8 +234,9 @@ def averaged(problem: "Problem", state: "LearnerState") -> Iterator[nn.Module]:
 
     It is the network that `PriorLearner.finish` would leave: the validation loss, early stopping
     and "keep the best" are about the average, and not about the last step's parameters. Its
-    BatchNorm statistics are renewed by a pass over the training data. Afterwards, also after an
-    error, parameters and statistics are what they were. With several ranks it is collective.
+    BatchNorm statistics are renewed by a pass over the training data, or a sample of 2,560 examples
+    where there are more (`finish` passes over all). Afterwards, also after an error, parameters and
+    statistics are what they were. With several ranks it is collective.
     """
     with ExitStack() as stack:
         first = state.averages[0]
@@ -244,5 +250,8 @@ def averaged(problem: "Problem", state: "LearnerState") -> Iterator[nn.Module]:
             data, targets = own_iteration(problem.loader), problem.options.curvature
             # The loop must draw the same numbers whether it validates or not.
             with random_numbers_restored(problem.loader):
+                if problem.num_data > FEW_EXAMPLES:
+                    own = problem.num_data, problem.ranks, state.steps[-1]
+                    data = sampled(problem.loader, FEW_EXAMPLES, *own)
                 renew_batch_norm(problem.model, data, targets, problem.ranks, frozen)
         yield problem.model

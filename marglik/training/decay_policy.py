@@ -124,7 +124,8 @@ class DecayPolicy:
             never come back.
         settled: largest factor by which the last update at a high learning rate may change the
             decays that most of the effective parameters have. Above, the end of the training warns:
-            the rate fell, or the training ended, before the decays came to rest.
+            the rate fell, or the training ended, before the decays came to rest. The last update
+            sets a learned σ to its fixed point.
         rest: an update that moves the decays less than this, alone or in the mean with the one
             before it (|Δ log δ|, averaged with the numbers γ of parameters that the data determines
             as weights), is followed by a rest: one update that is due is left out, after the next
@@ -385,26 +386,6 @@ class DecayPolicy:
         measures.left_out, measures.all_left_out = measures.left_out + 1, measures.all_left_out + 1
         return True
 
-    def _warn_of_noise(self, state: "LearnerState") -> None:
-        """Warn if σ is not yet what the residuals say: σ² = 2 Σℓ / (T (N C/T − γ)), MacKay's."""
-        hyper, posterior = state.hyperparameters, state.posterior
-        if self.settled is None or not hyper.learn_sigma_noise or posterior is None:
-            return
-        terms, T = posterior.evidence_terms, posterior.temperature
-        free = terms.num_targets - T * posterior.effective_parameters().sum().item()
-        if free < terms.num_targets / 2:  # the posterior determines the targets, not σ
-            return
-        sigma, residual = hyper.sigma_noise.item(), math.sqrt(2 * terms.loss / free)
-        if not residual / self.settled <= sigma <= residual * self.settled:
-            warnings.warn(
-                f"The training ended before the noise settled: σ is {sigma:.3g}, and the "
-                f"residuals say {residual:.3g} (of the targets as they were trained on). "
-                f"Intervals are as wrong. Train longer, or, in Python, start with "
-                f"sigma_noise={residual:.2g}.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
     def warn_of_late_fit(self, problem: "Problem", state: "LearnerState") -> None:
         """Warn, once and while it can still be stopped, if the network does not fit yet."""
         epochs, passed = problem.options.schedule.epochs, [epoch for epoch, _ in state.losses]
@@ -430,7 +411,6 @@ class DecayPolicy:
             "a high learning rate still changed {}. Train longer, or keep the rate high for longer "
             "(in Python marglik.settling_rate).",
         )
-        self._warn_of_noise(state)
         # After a few updates alone the network does not fit yet, and its evidence says little.
         passed = len(state.evidences) + state.measures.all_left_out
         if self.fallen_evidence is None or passed < FEW_UPDATES:

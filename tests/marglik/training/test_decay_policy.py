@@ -250,21 +250,35 @@ def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
     assert shares[0] < 0.2 and shares[1] > 0.9 and shares[2] > 0.9
 
 
-@pytest.mark.parametrize(("epochs", "warns"), [(2, True), (60, False)])
-def test_a_noise_that_has_not_settled_is_said(epochs, warns, recwarn):
-    """From σ = 30 it takes some updates to the residuals' 0.1."""
+@pytest.mark.parametrize("epochs", [2, 60])
+def test_the_last_update_sets_the_noise_to_its_fixed_point(epochs):
+    """From σ = 30 it takes Adam some updates to the residuals' 0.1."""
     torch.manual_seed(0)
     x = torch.randn(100, 2, dtype=torch.float64)
     y = x.sum(1, keepdim=True) + 0.1 * torch.randn(100, 1, dtype=torch.float64)
-    model = nn.Linear(2, 1).double()
-    prior = PriorLearner("regression", sigma_noise=30.0, learn_sigma_noise=True, average=None)
-    optimizer = torch.optim.SGD(model.parameters(), 0.3)
-    learn(model, optimizer, prior, DataLoader(TensorDataset(x, y), 20), epochs)
-    sigma = prior.posterior.sigma_noise.item()
-    residual = (model(x) - y).square().mean().sqrt().item()
-    assert (sigma > 1.5 * residual) == warns
-    said = [str(w.message) for w in recwarn if "the noise settled" in str(w.message)]
-    assert len(said) == warns and all(f"{sigma:.3g}" in text for text in said)
+
+    def trained(**rule):
+        model = nn.Linear(2, 1).double()
+        options = {"sigma_noise": 30.0, "learn_sigma_noise": True, "average": None, **rule}
+        prior, optimizer = (
+            PriorLearner("regression", **options),
+            torch.optim.SGD(model.parameters(), 0.3),
+        )
+        learn(model, optimizer, prior, DataLoader(TensorDataset(x, y), 20), epochs)
+        posterior, residuals = prior.posterior, model(x) - y
+        gamma = posterior.effective_parameters().sum()
+        fixed_point = (residuals.square().sum() / (100 - gamma)).sqrt()
+        assert float(posterior.log_marginal_likelihood()) == pytest.approx(prior.evidences[-1])
+        return prior, posterior.sigma_noise.item() / fixed_point.item()
+
+    prior, ratio = trained()
+    assert ratio == pytest.approx(1, rel=1e-5)
+    posterior = prior.posterior
+    best, sigma = float(posterior.log_marginal_likelihood()), posterior.sigma_noise
+    for factor in (0.98, 1.02):  # it is the maximum of the evidence
+        assert float(posterior.log_marginal_likelihood(sigma_noise=factor * sigma)) < best
+    _, ratio = trained(settled=None)  # negative control
+    assert (ratio > 1.5) == (epochs == 2)
 
 
 # --- rests ---

@@ -28,6 +28,7 @@ from marglik.runs.setup import Setup
 from marglik.runs.trainings import Training, train_network
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
+from marglik.training import average as average_module
 from marglik.training.average import WeightAverage
 from tests.marglik.callbacks.online import (
     EPOCHS,
@@ -228,6 +229,24 @@ def test_the_average_so_far_is_validated_and_the_training_goes_on_as_without():
     with pytest.raises(RuntimeError, match="call start before averaged"):
         with PriorLearner("classification").averaged():
             pass
+
+
+def test_batch_norm_is_renewed_from_a_sample_within_the_training(monkeypatch):
+    """And from all data at its end."""
+    monkeypatch.setattr(average_module, "FEW_EXAMPLES", 12)
+    model, data, prior = with_norm(), in_double(), PriorLearner("classification")
+    prior.start(model, optimizer := sgd(model), data, 2)
+    for x, y in data:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    with torch.no_grad(), prior.averaged():
+        first = model[0](data.dataset.tensors[0])
+        of_sample = model[1].running_mean.clone()
+        # The mean over some 12 of the 30 examples: near, but not theirs.
+        assert 1e-3 < (of_sample - first.mean(0)).abs().max() < first.std(0).max()
+    prior.finish()
+    assert_close(model[1].running_mean, model[0](data.dataset.tensors[0]).mean(0).detach())
 
 
 def test_the_parameters_of_the_best_epoch_can_be_kept():
