@@ -463,6 +463,14 @@ def fit_sharpness(held_out: HeldOut, scale: float) -> Calibration:
     return _calibration(held_out, scale, _least_at_scale(held_out, loss, scale)[1])
 
 
+def scaled_loss(held_out: HeldOut) -> float:
+    """The NLL (nats per loss term) of the MAP at the τ and ε, or σ, of `fit_sharpness`."""
+    held_out = held_out.double()
+    loss = held_out.loss("mc", held_out.f[:0])
+    _, at_map = _least_at_scale(held_out, loss, 0.0)
+    return loss(None, *_numbers(torch.tensor(at_map, dtype=torch.float64))).item()
+
+
 def _least_at_scale(held_out: HeldOut, loss: Loss, scale: float) -> tuple[float, list[float]]:
     """The least at a fixed s, over log τ, and for classes over the noise's coordinate, too."""
     has_noise = held_out.likelihood.kind == "classes"

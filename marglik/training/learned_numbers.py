@@ -40,8 +40,9 @@ from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
-from marglik.prediction.calibration import HeldOut, collected, fit_sharpness
+from marglik.prediction.calibration import HeldOut, collected, fit_sharpness, scaled_loss
 from marglik.prediction.predictive import outputs_of
+from marglik.training.average import averaged
 from marglik.training.loaders import Loader, own_iteration
 from marglik.training.random_state import random_numbers_restored
 from marglik.training.samples import sampled
@@ -220,6 +221,15 @@ def outputs_and_labels(
             outputs_and_spread, batches, model, state.likelihood, problem.options.curvature, 1,
             problem.ranks,
         )  # fmt: skip
+
+
+def validation_loss(problem: Problem, state: LearnerState, batches: Loader) -> float:
+    """The NLL of validation data at the average, see `PriorLearner.validation_loss`; collective."""
+    with averaged(problem, state):
+        f, spread, y = outputs_and_labels(problem, state, batches)
+    sigma = state.hyperparameters.sigma_noise.item()
+    data = HeldOut(state.likelihood, f, spread, y, sigma, is_sampled=True)
+    return problem.ranks.gather(scaled_loss(data))[0]
 
 
 def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = True) -> None:

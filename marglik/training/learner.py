@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import check_read_twice
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys
 from kfac_backend.ranks import Ranks
@@ -22,6 +23,7 @@ from marglik.training import algorithm
 from marglik.training.average import averaged
 from marglik.training.decay_policy import DecayPolicy
 from marglik.training.hooks import StepHooks, active_hooks
+from marglik.training.learned_numbers import validation_loss
 from marglik.training.loaders import Loader, steps_in_epoch
 from marglik.training.loss_agreement import LossCheck
 from marglik.training.schedule import Schedule
@@ -158,6 +160,27 @@ class PriorLearner:
         if self._hooks is not None and self._hooks.weights_since_steps() == "changed":
             return nullcontext(self.problem.model)
         return averaged(self.problem, self.state)
+
+    def validation_loss(self, batches: Iterable[Any]) -> float:
+        """The NLL (nats per loss term) of validation data, for early stopping.
+
+        It is of the average of the parameters so far, at the temperature τ, and for classes the
+        share ε of wrong labels, that make this data most likely (for regression at such a σ), as
+        calibration chooses them after the training: predictions that are only too sure stop no
+        training.
+
+        Args:
+            batches: (x, y), or mappings, that the network is not trained on; with several ranks
+                this rank's part of each.
+
+        Raises:
+            RuntimeError: `start` was not called.
+            ValueError: no batch, or targets that do not fit the outputs.
+        """
+        if not hasattr(self, "state"):
+            raise RuntimeError("The learner has no network yet; call start before validation_loss.")
+        check_read_twice(batches)
+        return validation_loss(self.problem, self.state, batches)
 
     def finish(self, average: bool | None = None) -> dict[str, float]:
         """Take the average of the parameters and fit the posterior there; returns what to log.

@@ -271,6 +271,51 @@ def test_the_parameters_of_the_best_epoch_can_be_kept():
     prior.posterior.check_weights()
 
 
+def test_early_stopping_ends_with_the_network_that_was_validated_best():
+    """As docs/training-loops.md writes it; the loop ends by itself; finish keeps the network."""
+    torch.manual_seed(0)
+    x, y = torch.randn(80, 4).double(), torch.randint(3, (80,))
+    y[:40] = x[:40, :3].argmax(1)
+    data = DataLoader(TensorDataset(x[20:60], y[20:60]), 10, shuffle=True)
+    held_out = [(x[:10], y[:10]), (x[10:20], y[10:20])]
+    model, prior = with_norm(), PriorLearner("classification")
+    prior.start(model, optimizer := sgd(model), data)
+    losses, raw_losses, waited = [], [], 0
+    while waited < 4:
+        for x_batch, y_batch in data:
+            optimizer.zero_grad()
+            cross_entropy(model.train()(x_batch), y_batch).backward()
+            optimizer.step()
+        with prior.averaged(), torch.no_grad():
+            losses.append(prior.validation_loss(held_out))
+            f = model.eval()(x[:20])
+            raw_losses.append(cross_entropy(f, y[:20]).item())
+            waited = 0 if losses[-1] == min(losses) else waited + 1
+            state = state if waited else deepcopy(model.state_dict())
+        assert losses[-1] == prior.validation_loss(held_out)  # of the average, within it or not
+        # By brute force, with the priors of calibration on τ and ε.
+        grid = torch.logspace(-2, 2, 401, dtype=torch.float64)[:, None]
+        eps = torch.linspace(0, 0.9, 91, dtype=torch.float64)
+        p = torch.softmax(f / grid[..., None], -1)[:, torch.arange(20), y[:20]]  # (τ, N)
+        q = (1 - eps[:, None, None]) * p + eps[:, None, None] / 3
+        prior_of = 3 * grid.log().square()[:, 0] / 2 + 0.5 * torch.log1p(1000 * eps)[:, None]
+        beyond = (0.5 / (1 - eps)).log().clamp(min=0)[:, None]
+        nll = -q.log().sum(-1)
+        at = (nll + prior_of + 16 * beyond.square()).argmin()
+        assert losses[-1] == pytest.approx(nll.flatten()[at].item() / 20, abs=5e-3)
+    assert len(losses) > 5 and losses.index(min(losses)) == len(losses) - 5
+    assert raw_losses[-1] > losses[-1]
+    model.load_state_dict(state)
+    assert prior.finish()["averaged"] == 0
+    assert same(model.state_dict(), state)
+    assert prior.validation_loss(held_out) == min(losses)
+    prior.posterior.check_weights()
+    with pytest.raises(RuntimeError, match="call start before validation_loss"):
+        PriorLearner("classification").validation_loss(held_out)
+    with pytest.raises(TypeError, match="list_iterator, which can be read only once"):
+        prior.validation_loss(iter(held_out))
+
+
 @pytest.mark.parametrize(("epochs", "fisher"), [(6, "random_signs"), (60, "exact")])
 def test_updates_estimate_the_curvature_where_exact_passes_would_take_longer_than_the_training(
     epochs, fisher, monkeypatch
