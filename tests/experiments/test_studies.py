@@ -87,9 +87,16 @@ def main_of(module, *arguments):
 
 
 def test_all_results_are_of_a_study():
-    of_others = {"models", "gpu_tests.json", "bench_quick_cpu.json"}
+    of_others = {"models", "gpu_tests.json", "bench_quick_cpu.json", "front_page.png"}
     found = {path.name for path in SHIPPED.iterdir()} - of_others
     assert found == {name.partition("/")[0] for name in TABLES}
+
+
+def test_the_readmes_figure_is_made_from_the_json_alone(tmp_path):
+    for name in ("label_noise", "learned_ranges"):
+        shutil.copytree(SHIPPED / name, tmp_path / name)
+    assert main_of("front_page", "--results", str(tmp_path)) == 0
+    assert (tmp_path / "front_page.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("name", TABLES)
