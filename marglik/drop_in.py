@@ -17,9 +17,9 @@ from marglik.posterior.jacobian_ggn import Structure
 from marglik.posterior.prior import PriorStructure, precision_to_weight_decay
 from marglik.training.decay_policy import WEIGHT_DECAY
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import count_on_ranks, num_batches
+from marglik.training.loaders import count_on_ranks
 from marglik.training.loop import OnlineTraining, ranks_of
-from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule, settling_rate
+from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
@@ -62,8 +62,7 @@ def marglik_training(
     loss, evidence and posterior share one temperature T (laplace-torch divides the prior by T in
     the loss, and multiplies the initial precision by it); ``losses`` are epoch means of
     `OnlineTraining`'s objective. Its defaults are those of `PriorLearner`; laplace-torch's are
-    marglik_frequency=1, keep="best", prior_prec_init=1.0, sigma_noise_init=1.0 and a constant
-    learning rate.
+    marglik_frequency=1, keep="best", prior_prec_init=1.0 and sigma_noise_init=1.0.
 
     Args:
         model: the network; returns logits, or means in regression.
@@ -74,15 +73,15 @@ def marglik_training(
         backend: `KfacGGN`, which is the default, `KfacEF`, or laplace-torch's for these matrices.
         optimizer_cls: class of the network's optimiser.
         optimizer_kwargs: its keywords; a weight decay is set to 0 with a warning.
-        scheduler_cls: class of a learning-rate schedule, stepped after every batch; None takes
-            `marglik.settling_rate`.
+        scheduler_cls: class of a learning-rate schedule, stepped after every batch; None keeps the
+            rate, whose noise the average takes out.
         scheduler_kwargs: its keywords.
         n_epochs: number of epochs.
         lr_hyp: Adam's step size on the log hyperparameters.
         prior_structure: "layerwise" or "scalar".
         n_epochs_burnin: no update before the end of this epoch.
         n_hypersteps: hyperparameter steps per update.
-        marglik_frequency: epochs between updates; None spreads twenty over all epochs.
+        marglik_frequency: epochs between updates; None spreads twenty over the epochs.
         prior_prec_init: initial prior precision; includes N. None takes that of weight decay 5e-4.
         sigma_noise_init: initial noise σ of regression.
         temperature: T of the likelihood.
@@ -140,11 +139,7 @@ def marglik_training(
         ranks = Ranks(None) if fabric is None else ranks_of(fabric)
         num_data = count_on_ranks(train_loader, ranks, curvature)
         weight_decay = precision_to_weight_decay(prior_prec_init, num_data, temperature)
-    scheduler: LRScheduler = (
-        settling_rate(optimizer, n_epochs * num_batches(train_loader))
-        if scheduler_cls is None
-        else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
-    )
+    scheduler = scheduler_cls and scheduler_cls(optimizer, **(scheduler_kwargs or {}))
     has_sigma = likelihood.has_sigma
     learner = PriorLearner(
         likelihood,

@@ -53,12 +53,13 @@ def test_all_entries_learn_the_same_decays_by_default(tmp_path, monkeypatch):
     def optimizer_of(model):
         return torch.optim.SGD(model.parameters(), **rate)
 
-    model = network()
-    optimizer = optimizer_of(model)
-    scheduler = settling_rate(optimizer, epochs * len(data))
-    prior = PriorLearner("classification")
-    learn(model, optimizer, prior, data, epochs, scheduler=scheduler)
-    expected = prior.weight_decays()
+    def in_a_loop(schedule_of):
+        model, prior = network(), PriorLearner("classification")
+        optimizer = optimizer_of(model)
+        learn(model, optimizer, prior, data, epochs, scheduler=schedule_of(optimizer))
+        return model, prior.weight_decays()
+
+    model, expected = in_a_loop(lambda _: None)
     assert len(set(expected.tolist())) == len(expected)
 
     drop_in = network()
@@ -69,6 +70,7 @@ def test_all_entries_learn_the_same_decays_by_default(tmp_path, monkeypatch):
     for p, q in zip(model.parameters(), drop_in.parameters(), strict=True):
         assert torch.equal(p, q)
 
+    model, expected = in_a_loop(lambda o: settling_rate(o, epochs * len(data)))
     x, y = dataset().tensors
     command = network()
     setup = Setup(
