@@ -92,17 +92,9 @@ def patches(
     a: Float[Tensor, "N C *sizes"], groups: int, *axes: Window
 ) -> Float[Tensor, "G N R d_in"]:
     """The patch of each position, d_in = channels per group × kernel, for any number of axes."""
-    number, padded = len(axes), pad(a, *axes)
-    if number == 2:
-        y, x = axes
-        unfolded = F.unfold(
-            padded,
-            (y.kernel, x.kernel),
-            dilation=(y.dilation, x.dilation),
-            stride=(y.stride, x.stride),
-        )  # (N, C·k1·k2, R)
-        return unfolded.unflatten(1, (groups, -1)).permute(1, 0, 3, 2)
-    by_group = _strided_windows(padded, 2, axes).unflatten(1, (groups, -1)).movedim(2, -1 - number)
+    number = len(axes)
+    windowed = _strided_windows(pad(a, *axes), 2, axes)
+    by_group = windowed.unflatten(1, (groups, -1)).movedim(2, -1 - number)
     return by_group.movedim(1, 0).flatten(-1 - number).flatten(2, -2)  # from (N, G, *R, c, *kernel)
 
 
