@@ -1,6 +1,6 @@
 """`corrected_factors`: eigenvalues of the exact blocks in the factors' eigenbasis (EKFAC)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from kfac_backend.blocks.block import CorrectedBlock, EigenBlock, decompose
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, add_second_moments
-from kfac_backend.covariance.gradients import LayerGradients, LayerUse
-from kfac_backend.engine.capture import Sink
+from kfac_backend.covariance.gradients import HeldGradients, LayerGradients
 from kfac_backend.engine.driver import Driver
-from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, assignment_of_blocks
-from kfac_backend.layers import ExactRule, Use
+from kfac_backend.engine.rule_assignment import RuleAssignment, assignment_of_blocks
+from kfac_backend.layers import ExactRule
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 
@@ -126,7 +125,7 @@ def _inexact_layers(factors: KroneckerFactors, model: nn.Module) -> RuleAssignme
     return replace(assignment, layers=layers, own_parameters=[], unknown=unknown)
 
 
-class SecondMoments(Sink):
+class SecondMoments(HeldGradients):
     """Σ_n Σ_v (Qᵀ g_nv)², the squared gradients of each block in the eigenbasis of its factors.
 
     The gradients of several vectors are held and squared together, since the rotation of inputs
@@ -136,8 +135,6 @@ class SecondMoments(Sink):
         bases: name -> the eigenbasis of the block.
         device: the device of the pass.
     """
-
-    needs_inputs = True
 
     def __init__(self, bases: Mapping[str, EigenBlock], device: torch.device) -> None:
         self._bases = bases
@@ -153,57 +150,26 @@ class SecondMoments(Sink):
             for name, eigen in self._bases.items()
             if name in names
         }
-        self._gradients = LayerGradients(assignment, spectra)
-        self._begin_batch()
-
-    def _begin_batch(self) -> None:
-        self._uses: dict[TrackedLayer, int] = {}  # of each layer
-        # For each use, the number of a vector -> its gradients, until they are squared together.
-        self._by_use: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
-        self._held_bytes = self._vector = 0
-
-    def input(self, tracked: TrackedLayer, use: Use) -> None:
-        """Count the layer's uses."""
-        self._uses[tracked] = self._uses.get(tracked, 0) + 1
-
-    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Hold a vector's gradient until several are squared together."""
-        rows = self._gradients.rules[tracked].position_gradients(use, b)  # (M, R, d_out)
-        self._by_use.setdefault((tracked, use), {})[self._vector] = rows.clone()
-        self._held_bytes += rows.nbytes
+        super().__init__(LayerGradients(assignment, spectra))
 
     def vector_done(self) -> None:
         """Square what is held before the next vector would exceed the memory."""
-        self._vector += 1
-        of_one = self._held_bytes / self._vector
-        if self._held_bytes + of_one > self._memory:
+        super().vector_done()
+        if self.nbytes * (1 + 1 / self.num_vectors) > self._memory:
             self._add_held()
 
     def batch_done(self, f: Tensor, y: Tensor) -> None:
         """Square the gradients that are still held."""
         self._add_held()
-        self._begin_batch()
+        self.forget()
 
     def sums(self) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
         """Parameter name -> Σ_n Σ_v (Qᵀ g_nv)², in the shape of the block's spectrum."""
-        return {}, {name: moments for name, (_, moments) in self._gradients.spectra.items()}
+        return {}, {name: moments for name, (_, moments) in self.gradients.spectra.items()}
 
     def _add_held(self) -> None:
         """Square the held gradients of all layers, add them to the moments, and drop them."""
-        if not self._by_use:
-            return
-        # The vectors become the axis that a covariance has for outputs: (M, R, V, d_out).
-        vectors = sorted({v for of_use in self._by_use.values() for v in of_use})
-
-        def held_uses() -> Iterator[LayerUse]:
-            while self._by_use:
-                (tracked, use), of_use = self._by_use.popitem()
-                # A vector that does not reach this use has the gradient zero there.
-                zero = torch.zeros_like(next(iter(of_use.values())))
-                yield tracked, use, torch.stack([of_use.get(v, zero) for v in vectors], 2)
-
         # Parameter by parameter: uses of a tied tensor are summed before they are squared, since an
         # example's gradient is the sum over all of them.
-        for _, g in self._gradients.by_parameter(held_uses(), self._uses, self._at_once):
+        for _, g in self.gradients.by_parameter(self.take(), self.uses, self._at_once):
             add_second_moments(g, self._product_bytes)
-        self._held_bytes = self._vector = 0

@@ -1,5 +1,6 @@
 """Each example's gradient in each parameter, by its factors, from the uses of the layers."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.engine.capture import Sink, unknown_examples
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import ExampleGradients, Rule, Use
 from kfac_backend.layers.rule import dense_gradients
@@ -144,6 +146,63 @@ class LayerGradients:
             if slots > 1:  # a tensor that holds several maps, one below the other
                 block, spectrum = _group_of(block, slot), spectrum[slot]
             yield ParameterGradients(block, spectrum, of_place)
+
+
+class HeldGradients(Sink):
+    """Holds the gradients in all layers' outputs, vector by vector, until `take` returns them.
+
+    Args:
+        gradients: of the layers.
+        num_examples: of all uses; None: not checked.
+        differentiable: whether the gradients keep their graph in the model's input.
+    """
+
+    needs_inputs = True
+
+    def __init__(
+        self,
+        gradients: LayerGradients,
+        num_examples: int | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        self.gradients, self.num_examples = gradients, num_examples
+        self.differentiable = differentiable
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin with another forward pass."""
+        self.uses = Counter[TrackedLayer]()
+        """How often each layer ran."""
+        # For each use, the number of a vector -> its gradients (M, R, d_out).
+        self._by_use: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
+        self.num_vectors = self.nbytes = 0
+
+    def input(self, tracked: TrackedLayer, use: Use) -> None:
+        """Count a use."""
+        self.uses[tracked] += 1
+
+    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Hold a vector's gradient."""
+        number = len(use.a) if use.rows is None else use.rows.num_examples
+        if self.num_examples is not None and number != self.num_examples:
+            raise unknown_examples(tracked, number, self.num_examples, "outputs")
+        rows = self.gradients.rules[tracked].position_gradients(use, b)
+        self._by_use.setdefault((tracked, use), {})[self.num_vectors] = rows.clone()
+        self.nbytes += rows.nbytes
+
+    def vector_done(self) -> None:
+        """Go on to the next vector."""
+        self.num_vectors += 1
+
+    def take(self) -> Iterator[LayerUse]:
+        """The uses with their gradients (M, R, V, d_out), each dropped before the next one."""
+        while self._by_use:
+            (tracked, use), of_use = self._by_use.popitem()
+            # A vector that does not reach this use has the gradient zero there.
+            zero = torch.zeros_like(next(iter(of_use.values())))
+            rows = [of_use.pop(v, zero) for v in range(self.num_vectors)]
+            yield tracked, use, torch.stack(rows, 2)
+        self.num_vectors = self.nbytes = 0
 
 
 def _group_of(block: EigenBlock, g: int) -> EigenBlock:

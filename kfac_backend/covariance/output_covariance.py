@@ -22,7 +22,6 @@ with it.
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -33,8 +32,8 @@ from torch import Tensor, nn
 
 from kfac_backend.covariance.contraction import LARGEST_PRODUCT, covariance_part
 from kfac_backend.covariance.gradients import (
+    HeldGradients,
     LayerGradients,
-    LayerUse,
     ParameterGradients,
     PosteriorPrecision,
 )
@@ -45,7 +44,7 @@ from kfac_backend.engine.batches import (
     first_and_last,
     num_examples,
 )
-from kfac_backend.engine.capture import Capture, Sink, unknown_examples
+from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.factor_sums import total_memory
 from kfac_backend.engine.model_calls import (
     BatchTrial,
@@ -57,8 +56,8 @@ from kfac_backend.engine.model_calls import (
 )
 from kfac_backend.engine.operations.example_gradients import gradients_of_examples
 from kfac_backend.engine.proof import Proof
-from kfac_backend.engine.rule_assignment import TrackedLayer, assignment_of_blocks
-from kfac_backend.layers import ExampleGradients, Use
+from kfac_backend.engine.rule_assignment import assignment_of_blocks
+from kfac_backend.layers import ExampleGradients
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.sharding import check_whole
 
@@ -92,68 +91,6 @@ class _Part(NamedTuple):
     runs whole, with pairs for all its examples."""
     numbers: Tensor
     """Indices of these pairs in the result."""
-
-
-class _GradientBytes(Sink):
-    """The bytes that one vector's gradients take."""
-
-    needs_inputs = True
-
-    def __init__(self, gradients: LayerGradients) -> None:
-        self._gradients, self.bytes = gradients, 0
-
-    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Add those of a use."""
-        self.bytes += self._gradients.rules[tracked].position_gradients(use, b).nbytes
-
-
-class _HeldGradients(Sink):
-    """Holds all layers' gradients for each of K vectors.
-
-    Args:
-        gradients: of the layers.
-        differentiable: whether they keep their graph in the model's input.
-    """
-
-    needs_inputs = True
-
-    def __init__(self, gradients: LayerGradients, differentiable: bool) -> None:
-        self._gradients = gradients
-        self.differentiable = differentiable
-        self.uses = Counter[TrackedLayer]()
-        """How often each layer ran."""
-        self.by_use: dict[tuple[TrackedLayer, Use], Tensor] = {}
-        """The gradients in each use's output (m, R, K, d_out)."""
-        self._vector = self._pairs = self._vectors = 0
-
-    def expect(self, pairs: int, vectors: int) -> None:
-        """Say how many pairs and vectors there are, before the first vector."""
-        self._pairs, self._vectors = pairs, vectors
-
-    def input(self, tracked: TrackedLayer, use: Use) -> None:
-        """Count a use."""
-        self.uses[tracked] += 1
-
-    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Hold a vector's gradient."""
-        number = len(use.a) if use.rows is None else use.rows.num_examples
-        if number != self._pairs:
-            raise unknown_examples(tracked, number, self._pairs, "outputs")
-        rows = self._gradients.rules[tracked].position_gradients(use, b)  # (m, R, d_out)
-        if (tracked, use) not in self.by_use:  # zero for outputs that do not depend on the use
-            m, R, d_out = rows.shape
-            self.by_use[tracked, use] = rows.new_zeros(m, R, self._vectors, d_out)
-        self.by_use[tracked, use][:, :, self._vector] = rows
-
-    def vector_done(self) -> None:
-        """Go on to the next vector."""
-        self._vector += 1
-
-    def take(self) -> Iterator[LayerUse]:
-        """The held uses with their gradients, each dropped before the next one is made."""
-        while self.by_use:
-            (tracked, use), rows = self.by_use.popitem()
-            yield tracked, use, rows
 
 
 class OutputCovariance:
@@ -303,14 +240,14 @@ class OutputCovariance:
         N = num_examples(x)
         batch = BatchTrial(splits=True) if N == 1 else try_batch(self._model, x, N)
         x = first_and_last(x, N) if batch.splits else x
-        measured = _GradientBytes(self._gradients)
+        measured = HeldGradients(self._gradients)
         with self._capture(measured) as capture:
             f = capture.forward(x)
             self._check_output(f, x)
             capture.backward(f, [torch.zeros_like(f)])  # only shapes are recorded
         # One vector's gradients were measured; K of them are held. The memory that the products
         # leave decides the number of pairs.
-        of_pair = (measured.bytes * (K or f.shape[-1]) + f.nbytes) // len(f)
+        of_pair = (measured.nbytes * (K or f.shape[-1]) + f.nbytes) // len(f)
         room = self._memory - (PRODUCTS + 2) * self._product_bytes
         part = max(1, room // max(1, of_pair))
         return _Sizes(f.shape[1:], part if batch.splits else None, batch.channels_last)
@@ -365,10 +302,10 @@ class OutputCovariance:
 
         With q, outputs (M, K) and the covariances (T, q·K, q·K) of M = T·q examples.
         """
-        collected = _HeldGradients(self._gradients, differentiable)
+        held = HeldGradients(self._gradients, differentiable=differentiable)
         # Step 1: forward, and one vector for each wanted output. It has a one at that output of all
         # pairs at once: examples do not mix, so that each pair's gradients are its own.
-        with self._capture(collected, channels_last) as capture:
+        with self._capture(held, channels_last) as capture:
             f = capture.forward(part.x)
             self._check_output(f, part.x)
             if q is not None and f.dim() != 2:
@@ -381,7 +318,7 @@ class OutputCovariance:
                 classes = check_classes(classes, (M,), f.shape[-1])
             columns = self._columns(f, part, classes)  # (M, K)
             K = columns.shape[1]
-            collected.expect(M, K)
+            held.num_examples = M
 
             def vectors() -> Iterator[Tensor]:
                 for column in columns.T:
@@ -399,7 +336,7 @@ class OutputCovariance:
         shape = (M, K) if variance_only else (M, K, K) if q is None else (M // q, q * K, q * K)
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
-            for subset, gradients in self._gradients_of(collected, part, f, columns, q):
+            for subset, gradients in self._gradients_of(held, part, f, columns, q):
                 covariance[subset] += covariance_part(
                     gradients, self._product_bytes, q=q or 1, variance_only=variance_only
                 )
@@ -407,7 +344,7 @@ class OutputCovariance:
 
     def _gradients_of(
         self,
-        collected: _HeldGradients,
+        held: HeldGradients,
         part: _Part,
         f: Tensor,
         columns: Tensor,
@@ -417,7 +354,7 @@ class OutputCovariance:
         K = columns.shape[1]
         # Some examples at a time, unless these belong together.
         most_bytes = PRODUCTS * self._product_bytes if q is None else None
-        yield from self._gradients.by_parameter(collected.take(), collected.uses, most_bytes)
+        yield from self._gradients.by_parameter(held.take(), held.uses, most_bytes)
         names, index = self._proof.assignment.diagonal, torch.arange(K, device=f.device)
         if not names:
             return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples
-from kfac_backend.engine.capture import Capture, Sink
+from kfac_backend.engine.capture import Capture
 from kfac_backend.engine.model_calls import (
     DtypesInUse,
     attempt,
@@ -21,6 +21,7 @@ from kfac_backend.engine.model_calls import (
 from kfac_backend.engine.operations.follower import (
     PRODUCTS,
     Call,
+    Expression,
     Follower,
     Refused,
     WeightUse,
@@ -34,21 +35,8 @@ from kfac_backend.engine.rule_assignment import (
     TrackedLayer,
     followed,
 )
-from kfac_backend.layers import FunctionalLayer, Rule, Use
-from kfac_backend.layers.elementwise import OwnParameter
+from kfac_backend.layers import FunctionalLayer, Rule
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
-
-
-class _CopiedParameters(Sink):
-    """The names of the parameters that were copied for each example."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def input(self, tracked: TrackedLayer, use: Use) -> None:
-        """Note the name of a parameter that is copied."""
-        if isinstance(tracked.layer, OwnParameter):
-            self.names.update(tracked.parameters.values())
 
 
 def follow(
@@ -76,11 +64,10 @@ def follow(
     errors = {**candidates, **shared}
     operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
     extended = replace(assignment, operations=operations)
-    copied = _CopiedParameters()
 
     def run(follower: Callable[..., Follower], indices: list[int]) -> Any:
         with (
-            Capture(model, extended, copied, follower=follower) as capture,
+            Capture(model, extended, follower=follower) as capture,
             forked_random_numbers(model),
         ):
             capture.forward(examples(x, torch.tensor(indices)))
@@ -98,7 +85,7 @@ def follow(
     layers = list(dict.fromkeys(chain.from_iterable(layer_tuples)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
     # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
-    why = dict.fromkeys(copied.names & of_layers, "is a weight, and also meets other operations")
+    why = dict.fromkeys(tried.copied & of_layers, "is a weight, and also meets other operations")
     why |= tried.refused
     if why:
         raise Refusal(
@@ -169,6 +156,8 @@ class ClassifyOperations(Follower):
         self._stacks: dict[tuple[str, Any], tuple[TrackedLayer, ...]] = {}
         self.refused: dict[str, str] = {}
         """Name -> why it cannot be followed."""
+        self.copied: set[str] = set()
+        """The names of the parameters that were copied for each row."""
         self.several_rows: set[TrackedLayer] = set()
         """Layers that got several rows of each example."""
 
@@ -202,6 +191,10 @@ class ClassifyOperations(Follower):
             self._operations.kinds[call.key] = "refused"
             self.refused |= {name: why for e in call.expressions for name in e.names}
             return call.run() if changed is None else expected
+
+    def _copies(self, expression: Expression, M: int) -> Tensor:
+        self.copied.update(leaf for leaf in expression.leaves if isinstance(leaf, str))
+        return super()._copies(expression, M)
 
     def _kind(self, call: Call, outputs: list[Tensor], time: int) -> Any:
         """What the operation is, see `OperationKind`: "computed", an axis, or a layer.
