@@ -140,6 +140,7 @@ def rotated(x: Float[Tensor, "G *rows d"], Q: Tensor | None) -> Float[Tensor, "G
     """X Q per group, the coordinates of rows x; x itself if Q is None."""
     if Q is None:
         return x
+    x = x.to(Q.dtype)  # another one's where a layer is narrower than the widest parameter
     if len(x) == 1:  # a plain product is faster than a batch of one
         return (x[0].flatten(0, -2) @ Q[0]).view(*x.shape[:-1], Q.shape[-1])
     return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], Q.shape[-1])

@@ -15,16 +15,17 @@ class FittedWeights:
     """A network's trainable parameters and running statistics, as they were at a fit.
 
     Not its frozen parameters, nor other buffers. Of a network under `fully_shard` this rank's part.
+    Each has the dtype of its tensor in the network.
 
     Args:
         model: the network.
-        parameters: the values of its trainable parameters, by name; its running statistics are
-            copied.
+        parameters: the values of its trainable parameters, by name, in a dtype that holds them all;
+            its running statistics are copied.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         statistics = {name: value.clone() for name, value in running_statistics(model).items()}
-        self.values: dict[str, Tensor] = statistics | dict(parameters)
+        self.values: dict[str, Tensor] = statistics | _in_own_dtypes(parameters, model)
         """By name."""
         # What torch knew of the network's tensors when they were last compared. The tensors are
         # kept, so that no other one gets their ids.
@@ -37,7 +38,7 @@ class FittedWeights:
         """
         current = weights_of(model)
         moved = {name: value.to(current[name]) for name, value in self.values.items()}
-        self.values = moved | dict(parameters)
+        self.values = moved | _in_own_dtypes(parameters, model)
 
     def check(self, model: nn.Module, *, by_value: bool) -> None:
         """Raise a ValueError that names the first weight that the network has no longer.
@@ -69,6 +70,11 @@ class FittedWeights:
                     "strict=False)."
                 )
         self._compared = versions, list(current.values())
+
+
+def _in_own_dtypes(parameters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    current = trainable_parameters(model)
+    return {name: value.to(current[name].dtype) for name, value in parameters.items()}
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -80,7 +80,8 @@ class Posterior:
         prior_mean: the mean of the prior, a scalar or one per trainable parameter.
         structure: of the precision: "kron", or from Jacobians "full", "diag" or "lowrank", for a
             few thousand parameters at the most. From Jacobians, δ may also be one per parameter.
-        rank: number of eigenpairs of "lowrank".
+        rank: K, the number of eigenpairs of "lowrank". If H has more of them, the results depend a
+            little on the batches of the fit, see `JacobianGGN`.
         indices: of the parameters that have a posterior, in the vector of all trainable ones; the
             others are constants. None takes all; "kron" has blocks of whole tensors.
         enable_backprop: whether `output_distribution` keeps its graph in the inputs, which takes
@@ -925,7 +926,7 @@ class Posterior:
                 "least one input."
             )
         self.check_weights()
-        sets = x.to(self.mean.dtype).reshape(-1, *x.shape[-2:])
+        sets = x.to(next(self.model.parameters()).dtype).reshape(-1, *x.shape[-2:])
 
         def make() -> OutputCovariance | JacobianCovariance:
             if self.structure == "kron":

@@ -495,7 +495,8 @@ def clip_gradients(
     is_large = clip is not None and is_finite & (norm > clip * mean)
     if clip is not None and is_large is not False:
         factor = where(is_large, clip * mean / norm, 1.0)
-        torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=gradients[0].dtype))
+        widest = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize)
+        torch._foreach_mul_(gradients, torch.as_tensor(factor, dtype=widest))
         norm = norm * factor
     return mean + NEW_NORM * (where(is_finite, norm, mean) - mean)
 

@@ -185,6 +185,39 @@ def test_a_prior_of_each_parameter_and_a_prior_mean(structure):
     assert (plain - posterior.log_marginal_likelihood()).abs() > 0.1
 
 
+@pytest.mark.parametrize("rank", [2, 5])
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_low_rank_is_the_largest_eigenpairs_whatever_the_batches(rank, size, monkeypatch):
+    """To 1 % of the variances of outputs by the definition: H's largest eigenpairs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 2)).double()
+    x, y = data("classification", 40)
+    full = Posterior(model, "classification", structure="full")
+    full.fit([(x, y)])
+    values, vectors = torch.linalg.eigh(full.fitted_curvature().H)
+    H = (vectors[:, -rank:] * values[-rank:]) @ vectors[:, -rank:].mT
+    J = torch.cat([J.flatten(2) for J in jacobians_of(model, x)], -1)
+    expected = torch.einsum("ncp,pq,ncq->nc", J, (H + torch.eye(len(H))).inverse(), J)
+
+    def largest_error():
+        low = Posterior(model, "classification", structure="lowrank", rank=rank)
+        low.fit([(x[i : i + size], y[i : i + size]) for i in range(0, 40, size)])
+        assert len(low.fitted_curvature().H) == rank
+        variance = low.output_distribution(x, variance_only=True)[1]
+        return (variance / expected - 1).abs().max()
+
+    assert largest_error() < 0.01
+    if size == 1 and rank == 2:  # the negative control
+        monkeypatch.setattr("marglik.posterior.jacobian_ggn.OVERSAMPLING", -rank)
+        assert largest_error() > 0.05
+
+
+def jacobians_of(model, x):
+    """∂f/∂θ of each parameter, (N, C, ...)."""
+    named = dict(model.named_parameters())
+    return jacrev(lambda values: functional_call(model, values, (x,)))(named).values()
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_data_added_later_counts_as_if_it_had_been_there(structure):
     x, y = data("classification")
