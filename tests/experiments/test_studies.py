@@ -32,6 +32,7 @@ from experiments.studies import SHIPPED, record_of
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import beyond_the_data, heteroscedastic, regression
 from experiments.weight_decay import (
+    any_loop,
     default_options,
     late_fit,
     presets,
@@ -47,6 +48,7 @@ from tests.experiments.tasks import Task, run_task
 
 TO_TARGET = "optimizers.steps_to_target"
 TABLES = {
+    "any_loop": ("weight_decay.any_loop",),
     "bench_curvature_cpu": ("speed.bench_curvature",),
     "bench_curvature_cuda": ("speed.bench_curvature", "--device", "cuda"),
     "bench_predictive_cpu": ("speed.bench_predictive",),
@@ -321,6 +323,14 @@ def small_sampled_updates(patch):
     return [
         record_of(sampled_updates.run, sampled_updates.Config(name, 0.4, 0))
     ], sampled_updates.table
+
+
+def small_any_loop(patch):
+    name, problem = next(iter(any_loop.PROBLEMS.items()))
+    patch.setitem(any_loop.PROBLEMS, name, replace(problem, examples=60))
+    patch.setattr(any_loop, "EPOCHS", 3)
+    patch.setattr(any_loop, "LATE", 2)
+    return [record_of(any_loop.run, any_loop.Config(name, 0))], any_loop.table
 
 
 def small_late_fit(patch):
