@@ -236,8 +236,15 @@ def _called(
                 with substituted(model, state):
                     return model(*args, **kwargs)
             return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
-    except (RuntimeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         check_dtypes(model, (*args, kwargs), error)
+        x = args[0] if args else None
+        if isinstance(x, Mapping) and type(x).__name__ in str(error):
+            raise TypeError(
+                f"{type(model).__name__} got a batch's mapping as its input, with the keys "
+                f"{', '.join(map(str, x))}, and takes no {type(x).__name__}. Name the input's key "
+                "by dict_key_x, as in dict_key_x='x'."
+            ) from error
         raise
     finally:
         mha.set_fastpath_enabled(is_fused)

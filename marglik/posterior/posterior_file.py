@@ -8,6 +8,8 @@
 """
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,6 +73,7 @@ def save_posterior(
     laplace.check_weights()
     factors.check_are_here()  # before the folder of an earlier one is removed
     names = list(factors.blocks)
+    plain = [_plain(name) for name in names]
     delta = laplace.prior_precision.expand(len(names))
     record: dict[str, Any] = {
         "likelihood": str(laplace.likelihood),
@@ -78,15 +81,15 @@ def save_posterior(
         "sample_size": laplace.sample_size,
         "num_outputs": factors.num_outputs,
         "curvature": laplace.options.to_json(),
-        "prior_precision": dict(zip(names, delta.tolist(), strict=True)),
+        "prior_precision": dict(zip(plain, delta.tolist(), strict=True)),
         "sigma_noise": laplace.sigma_noise.item(),
         "temperature": float(laplace.temperature),
         "corrected": factors.is_corrected,
         "evidence": float(laplace.log_marginal_likelihood()),
         "effective_parameters": dict(
-            zip(names, laplace.effective_parameters().tolist(), strict=True)
+            zip(plain, laplace.effective_parameters().tolist(), strict=True)
         ),
-        "parameters": {n: block.num_parameters for n, block in factors.blocks.items()},
+        "parameters": {_plain(n): block.num_parameters for n, block in factors.blocks.items()},
         "model": model,
         "data": data,
         "calibrations": laplace.calibrations,
@@ -96,11 +99,11 @@ def save_posterior(
     base = {} if writes_all else tensors_of_others(laplace.model, names)
     record["frozen_sha256"] = _sum_of_base(laplace.model, base) if base else None
     json.dumps(record)  # raises a TypeError now, before anything is overwritten
-    state = tensors_of(laplace.model, without=base)
+    state = {_plain(n): value for n, value in tensors_of(laplace.model, without=base).items()}
     folder.mkdir(parents=True, exist_ok=True)
     # First, since from here on it would vouch for files that are being replaced.
     (folder / POSTERIOR).unlink(missing_ok=True)
-    sums = {FACTORS: factors.save(folder / FACTORS)}
+    sums = {FACTORS: _renamed(factors, _plain).save(folder / FACTORS)}
     sums[MODEL] = write_tensors(folder / MODEL, state)
     return write_record(folder / POSTERIOR, record, sums)
 
@@ -133,11 +136,16 @@ def load_posterior(
     check_module(model)
     model.to(device)
     device = next(model.parameters()).device
-    delta: dict[str, float] = record["prior_precision"]
+    # The names in this network, of which torch.compile may have wrapped another part.
+    own = {_plain(name): name for name in model.state_dict()}
+    delta: dict[str, float] = {
+        own.get(name, name): value for name, value in record["prior_precision"].items()
+    }
     frozen_sum = record["frozen_sha256"]
     base = tensors_of_others(model, delta) if frozen_sum else {}
     path = Path(folder) / MODEL
-    state, _ = read_tensors(path, kind="weights")
+    saved, _ = read_tensors(path, kind="weights")
+    state = {own.get(name, name): value for name, value in saved.items()}
     check_state(model, state | base, str(path))
     if frozen_sum and _sum_of_base(model, base) != frozen_sum:
         raise ValueError(
@@ -150,6 +158,7 @@ def load_posterior(
     for name, p in model.named_parameters():
         p.requires_grad_(name in delta)
     factors = KroneckerFactors.load(Path(folder) / FACTORS, device)
+    factors = _renamed(factors, lambda name: own.get(name, name))
     laplace = Posterior(
         model,
         record["likelihood"],
@@ -161,6 +170,17 @@ def load_posterior(
     laplace.restore(factors, record["sample_size"])
     laplace.calibrations = record["calibrations"]
     return laplace
+
+
+def _plain(name: str) -> str:
+    """A parameter's name in the network that `torch.compile` wraps."""
+    return name.replace("_orig_mod.", "")
+
+
+def _renamed(factors: KroneckerFactors, name_of: Callable[[str], str]) -> KroneckerFactors:
+    """The same factors of parameters with other names."""
+    blocks = {name_of(n): block.replace(name=name_of(n)) for n, block in factors.blocks.items()}
+    return replace(factors, blocks=blocks)
 
 
 def _sum_of_base(model: nn.Module, base: dict[str, Tensor]) -> str:

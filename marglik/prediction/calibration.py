@@ -33,6 +33,7 @@ it costs ½ `PRIOR_OF_MOST_NOISE` log²(2(1 − ε)) more, and a τ explains suc
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
@@ -42,9 +43,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kfac_backend.engine.batches import has_no_examples
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import Likelihood, counted_terms
+from kfac_backend.likelihoods import Likelihood, counted_terms, loss_sum
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
@@ -98,6 +100,9 @@ ROUGH_TERMS = 1000
 MOST_NUMBERS = 2**24
 """Most numbers in the outputs of all samples, and in all covariances. Of a language model's many
 positions this leaves some thousand, which are plenty for s and τ."""
+
+SAME_LOSS = 1e-5
+"""Relative difference up to which two sums of float32 losses are of the same data."""
 
 Loss = Callable[[Tensor | None, Tensor, Tensor | None], Tensor]
 """Mean NLL at (s, τ or σ, ε); None for s = 0, where √s has no derivative, and for no ε."""
@@ -259,6 +264,8 @@ def collected(
     task = Task(likelihood, options)
 
     def of_batch(x: Any, y: Any) -> tuple[Tensor, ...]:
+        if has_no_examples(y):
+            raise ValueError("A held-out batch has no examples; leave it out.")
         y = task.targets(model, x, y)
         task.check_axis(model, x, y)
         counted = counted_terms(y, likelihood)
@@ -313,7 +320,7 @@ def calibrate(
 
     Args:
         posterior: the fitted posterior.
-        batches: held-out (x, y), or mappings.
+        batches: held-out (x, y), or mappings. A warning names data with the loss of the fit's.
         config: how the posterior predicts.
         generator: generator of the samples, on the model's device; None draws the same samples as
             the search.
@@ -321,7 +328,7 @@ def calibrate(
 
     Raises:
         AttributeError: a posterior that is not fitted.
-        ValueError: no held-out target that counts.
+        ValueError: no held-out target that counts, or a batch without examples.
     """
     config = config.for_posterior(posterior)
     fit = calibrations_of(posterior, batches, config, [config.method], progress=progress)[
@@ -329,7 +336,14 @@ def calibrate(
     ]
     # The seed of the search: s and τ are best for its samples, others add their sampling error.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
-    state, predictives = generator.get_state(), []
+    return _calibrated(posterior, config, generator.get_state(), fit)
+
+
+def _calibrated(
+    posterior: Posterior, config: PredictiveConfig, state: Tensor, fit: CalibrationFit
+) -> CalibratedPredictive:
+    """The predictive at a calibration, whose samples are drawn from a generator in this state."""
+    generator, predictives = torch.Generator(posterior.mean.device), []
     # Where nothing is calibrated, ε is the likelihood's own. Both from the same samples.
     plain = Calibration(label_noise=label_noise_of(posterior.likelihood, None))
     for calibration in (plain, fit.calibration):
@@ -345,10 +359,12 @@ def calibrate(
             )
         return predict(x)
 
-    arguments = vars(predict) | {"predict": at_calibration}
+    recipe = _calibrated, (posterior, config, state, fit)
+    arguments = vars(predict) | {"predict": at_calibration, "recipe": recipe}
     return CalibratedPredictive(**arguments, uncalibrated=uncalibrated, fit=fit)
 
 
+@torch.inference_mode(False)  # gradients are needed, whatever the caller needs
 def calibrations_of(
     posterior: Posterior,
     batches: Iterable[Any],
@@ -375,6 +391,16 @@ def calibrations_of(
     config = config.for_posterior(posterior)
     methods = [config.method] if config.method == "linearised" else links
     held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks, links=methods)
+    loss = loss_sum(held_out.f, held_out.targets, held_out.likelihood).item()
+    fitted_loss = posterior.loss.item()
+    if loss and math.isclose(loss, fitted_loss, rel_tol=SAME_LOSS) and ranks.rank == 0:
+        warnings.warn(
+            f"The held-out data has the loss of the data of the fit, {fitted_loss:.6g}: it is the "
+            "training data, of which the network is surer than of others. Calibrate with data that "
+            "it is not trained on.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     if (number := len(held_out.f)) < FEWEST_TERMS and ranks.rank == 0:
         _logger.warning(
             "calibrated on %d held-out loss terms, which are too few to say how confident to be. "

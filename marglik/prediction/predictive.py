@@ -82,6 +82,19 @@ class ModelPredictive:
         default=_no_module, kw_only=True, repr=False
     )
     """See `module`."""
+    recipe: tuple[Callable[..., Any], tuple[Any, ...]] | None = field(
+        default=None, kw_only=True, repr=False
+    )
+    """The function and its arguments that make this predictive again, for pickle and copies."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The predictive as it is made from its network or posterior, which are pickled."""
+        if self.recipe is None:
+            raise TypeError(
+                f"This {type(self).__name__} cannot be pickled or copied. Make it again from its "
+                "network or posterior."
+            )
+        return self.recipe
 
     def __call__(self, x: Any) -> Prediction:
         """The prediction for inputs x."""
@@ -247,8 +260,11 @@ def map_predictive(
             label_noise=label_noise,
         )
 
+    arguments = model, likelihood, sigma_noise, output_temperature, label_noise
     predict = eval_mode(model)(predict)
-    return ModelPredictive(predict, model, likelihood, make_module=module)
+    return ModelPredictive(
+        predict, model, likelihood, make_module=module, recipe=(map_predictive, arguments)
+    )
 
 
 def laplace_predictive(
@@ -283,6 +299,7 @@ def laplace_predictive(
     if calibration is None and (fit := remembered_calibration(laplace, config)) is not None:
         calibration = fit.calibration
     used = calibration or Calibration()
+    recipe = _at_state, (laplace, config, generator.get_state(), calibration)
     label_noise = config.label_noise(likelihood, calibration)
     if used.covariance_scale == 0:  # the MAP's, which needs no covariances
         sigma = used.sigma_noise or sigma
@@ -302,6 +319,7 @@ def laplace_predictive(
             calibration=calibration,
             targets=laplace.options,
             make_module=module_at_weights,
+            recipe=recipe,
         )
     if config.layers == "all":  # those of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
@@ -331,7 +349,17 @@ def laplace_predictive(
         calibration=calibration,
         targets=laplace.options,
         make_module=module,
+        recipe=recipe,
     )
+
+
+def _at_state(
+    laplace: Posterior, config: PredictiveConfig, state: Tensor, calibration: Calibration | None
+) -> ModelPredictive:
+    """The predictive whose samples are drawn from a generator in this state."""
+    generator = torch.Generator(laplace.mean.device)
+    generator.set_state(state)
+    return laplace_predictive(laplace, config, generator, calibration)
 
 
 def _from_covariances(

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -78,8 +79,8 @@ class SuspiciousLabels:
 
 
 def suspicious_labels(
-    labels: Tensor,
-    probabilities: Tensor,
+    labels: Tensor | ArrayLike,
+    probabilities: Tensor | ArrayLike,
     label_noise: float | None = None,
     output_temperature: float = 1.0,
 ) -> SuspiciousLabels:
@@ -90,7 +91,7 @@ def suspicious_labels(
     trained on other folds.
 
     Args:
-        labels: the given labels, (N,).
+        labels: the given labels, (N,), a tensor or an array.
         probabilities: of the classes, (N, C), or (epochs, N, C), of which the mean is taken.
             Examples with NaN (never seen) are left out.
         label_noise: ε, for each label's probability of being wrong: the ``label_noise`` of a
@@ -101,6 +102,7 @@ def suspicious_labels(
     Raises:
         ValueError: shapes that do not fit, labels that are no classes, or no probabilities.
     """
+    labels, probabilities = torch.as_tensor(labels), torch.as_tensor(probabilities)
     p = probabilities.detach().double()
     p = p.mean(0) if p.dim() == 3 else p
     if p.dim() != 2 or labels.shape != p.shape[:1]:

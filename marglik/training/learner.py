@@ -147,6 +147,20 @@ class PriorLearner:
         """What compares the first step's loss with the likelihood's; None after that step."""
         return self._hooks and self._hooks.loss_check
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes, for pickle and copies.
+
+        Raises:
+            TypeError: a learner in training: a copy of the optimiser would lack the hooks.
+        """
+        if self._hooks is not None:
+            raise TypeError(
+                "A PriorLearner in training cannot be pickled or copied, since its hooks are on "
+                "the optimiser. Save learner.state_dict(), and load it into a new learner before "
+                "its start; or copy the learner after finish() or detach()."
+            )
+        return vars(self)
+
     def detach(self) -> None:
         """Remove the hooks, as `finish` does: for a loop that was given up."""
         if self._hooks is not None:

@@ -189,3 +189,12 @@ def test_without_noise_no_label_has_a_probability_of_being_wrong(classes):
     y = torch.tensor([0, 1, 0, 1])
     assert suspicious_labels(y, p, 0.0).wrong is None
     assert suspicious_labels(y, p, 0.1).wrong is not None
+
+
+def test_arrays_and_lists_are_tensors_too():
+    p, y = torch.softmax(torch.randn(6, 3, dtype=torch.float64), 1), torch.arange(6) % 3
+    expected = suspicious_labels(y, p, 0.1)
+    for labels, probabilities in ((y.numpy(), p.numpy()), (y.tolist(), p.tolist())):
+        found = suspicious_labels(labels, probabilities, 0.1)
+        assert_close(found.wrong, expected.wrong, rtol=1e-5, atol=0)
+        assert torch.equal(found.index, expected.index)

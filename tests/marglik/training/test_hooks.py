@@ -1,6 +1,7 @@
 """The two lines in a loop: hooks do what the functions do in their places, to the bit."""
 
 import gc
+import pickle
 import weakref
 from copy import deepcopy
 from functools import partial
@@ -764,6 +765,18 @@ def test_an_optimiser_whose_tensors_are_all_frozen_is_in_the_training_too():
     second.start(model, optimizers, loader(), 2)
     with pytest.raises(RuntimeError, match="Another PriorLearner"):
         first.start(model, [optimizers[0], sgd(model[2])], loader(), 2)
+
+
+def test_a_learner_in_training_says_why_it_is_not_copied():
+    """A copy's optimiser would have no hooks; before and after the training it is copied."""
+    model, optimizer, prior = begun("plain", stop=3)
+    for copied in (deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"in training.*state_dict\(\).*finish\(\)"):
+            copied(prior)
+    prior.finish()
+    again = pickle.loads(pickle.dumps(prior))
+    assert torch.equal(again.posterior.mean, prior.posterior.mean)
+    assert deepcopy(PriorLearner("classification")).posterior is None
 
 
 def test_the_own_loop_needs_none():
