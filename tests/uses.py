@@ -64,6 +64,7 @@ def uses_of(
                 v, [use.zero for use in noted], retain_graph=True, allow_unused=True
             )
             for v in f.flatten()
+            if noted
         ]
         jacobians = [_stacked(of_use) for of_use in zip(*by_value, strict=True)]
         reached = {use.key for use, b in zip(noted, jacobians, strict=True) if b is not None}

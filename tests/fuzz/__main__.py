@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from tests.fuzz.relations import RELATIONS
 from tests.fuzz.search import Counts, Finding, search
+from tests.fuzz.trainers import RELATIONS
 
 EXAMPLES = 30
 """Cases of a relation in a round."""

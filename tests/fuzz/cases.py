@@ -29,7 +29,7 @@ VOCABULARY = 4
 OUTPUTS = {"heteroscedastic": 2, "ordinal(cuts=[-0.5, 0.5])": 1}
 """Likelihood -> the number of outputs that it needs."""
 CHANNELS_FIRST = (
-    "Conv", "ConvTranspose", "BatchNorm", "GroupNorm", "InstanceNorm", "PReLU"
+    "Conv", "ConvTranspose", "BatchNorm", "GroupNorm", "InstanceNorm", "PReLU", "ViewNorm"
 )  # fmt: skip
 RECURRENT = ("GRU", "RNN", "LSTM")
 
@@ -45,6 +45,41 @@ class Described:
         own = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]  # pyright: ignore
         given = [f"{name}={value!r}" for name, value, default in own if value != default]
         return f"{type(self).__name__}({', '.join(given)})"
+
+
+class ViewNorm(nn.LayerNorm):
+    """LayerNorm over channels that come first, as torchvision's, whose output is a view."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.movedim(1, -1)).movedim(-1, 1)
+
+
+class ViewLinear(nn.Linear):
+    """A linear layer whose output is a view."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).unflatten(-1, (-1, 1)).squeeze(-1)
+
+
+class Mix(nn.Module):
+    """What mixes some examples of a batch; it keeps its last input."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.input = kind, torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.input, rows = x, x.flatten(1)
+        match self.kind:
+            case "MixNearest":  # each with its nearest neighbour
+                distances = torch.cdist(rows.detach(), rows.detach()).fill_diagonal_(math.inf)
+                others, some = rows[distances.argmin(1)], torch.ones(len(x), dtype=torch.bool)
+            case "MixRest":  # all but the first with their mean
+                others, some = rows[1:].mean(0), torch.arange(len(x)) > 0
+            case _:  # those whose inputs have a positive sum with their mean
+                some = rows.detach().sum(1) > 0
+                others = (rows * some[:, None]).sum(0) / some.sum().clamp(min=1)
+        return torch.where(some[:, None], 0.5 * (rows + others), rows).view_as(x)
 
 
 class Own(nn.Module):
@@ -65,7 +100,8 @@ class Layer(Described):
     Args:
         kind: a class of `torch.nn` without its number of axes; or "own scale" and "own shift",
             parameters without a module; "Shift", a scalar; "attention"; "encoder", a transformer's
-            layer; "BatchScale", which divides by the largest entry of the batch, a constant.
+            layer; "BatchScale", which divides by the largest entry of the batch, a constant; a
+            `ViewNorm` or `ViewLinear`; or a `Mix`.
         use: of the weight of "Linear": "module", "functional", "matmul" (which has no bias: one
             that is added has the exact block), or "twice".
         again: whether it is the module of the kind before, if there is one, once more.
@@ -75,6 +111,7 @@ class Layer(Described):
         packed: whether a recurrent layer reads packed sequences; its output is as long as the
             longest of them.
         flag: bidirectional (recurrent), groups (convolutions), a causal mask (attention).
+        in_place: whether the output of one of the others is changed in place.
     """
 
     kind: str = "Linear"
@@ -87,6 +124,7 @@ class Layer(Described):
     packed: bool = False
     depth: int = 1
     flag: bool = False
+    in_place: bool = False
 
     def build(self, d: int, axes: int, before: list[nn.Module]) -> nn.Module:
         """The module, for activations with so many axes, after other modules."""
@@ -125,6 +163,12 @@ class Layer(Described):
                 return getattr(nn, self.kind)(d)
             case "Bilinear":
                 return nn.Bilinear(d, d, d)
+            case "ViewNorm":
+                return ViewNorm(d)
+            case "ViewLinear":
+                return ViewLinear(d, d, self.bias)
+            case "MixNearest" | "MixRest" | "MixGroup":
+                return Mix(self.kind)
             case "own scale" | "own shift":
                 return Own(d, self.kind == "own shift")
             case "Scale" | "Shift":
@@ -145,9 +189,9 @@ class Layer(Described):
         hidden = None if mask is None else ~cut(mask, x)
         match self.kind, self.use:
             case "Linear", "functional":
-                return F.linear(x, module.weight, module.bias)
+                return self._changed(F.linear(x, module.weight, module.bias))
             case "Linear", "matmul":
-                return x @ module.weight.T
+                return self._changed(x @ module.weight.T)
             case "Linear", "twice":
                 return module(x) + module(x.tanh())
             case "GRU" | "RNN" | "LSTM", _:
@@ -163,9 +207,15 @@ class Layer(Described):
                 return x / x.detach().abs().max().clamp(min=1e-3)
             case "Bilinear", _:
                 return module(x, x.sin())
-        if self.kind in CHANNELS_FIRST:
-            return module(x.movedim(-1, 1)).movedim(1, -1)
-        return module(x)
+        first = self.kind in CHANNELS_FIRST
+        y = self._changed(module(x.movedim(-1, 1) if first else x))
+        if self.kind in ("BatchNorm", "InstanceNorm"):
+            # A contiguous gradient: of one example torch takes others in the wrong order.
+            y = torch.stack([y])[0]
+        return y.movedim(1, -1) if first else y
+
+    def _changed(self, y: Tensor) -> Tensor:
+        return F.leaky_relu_(y, 0.3) if self.in_place else y
 
     def _sequences(self, module: Any, x: Tensor, hidden: Tensor | None) -> Tensor:
         if getattr(module, "by_hand", False):  # in a copy of the network that an oracle runs
@@ -219,6 +269,7 @@ class Net(Described):
         head_tied: whether the head's weight is the embedding's.
         frozen: numbers of parameters.
         copies: how many noisy copies of an input have their mean as output; 0 for the input alone.
+        single: whether the head is in float32, and all else in float64.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -234,6 +285,7 @@ class Net(Described):
     head_tied: bool = False
     frozen: tuple[int, ...] = ()
     copies: int = 0
+    single: bool = False
 
 
 class Network(nn.Module):
@@ -283,9 +335,9 @@ class Network(nn.Module):
             longest = int(mask.sum(1).max())
             x, mask = x[:, :longest], mask[:, :longest]
         x = self.features(x, mask)
-        if self.net.head_first:
-            return self.pooled(self.head(x), mask)
-        return self.head(self.pooled(x, mask))
+        x = x if self.net.head_first else self.pooled(x, mask)
+        x = self.head(x.to(self.head.weight.dtype))
+        return self.pooled(x, mask) if self.net.head_first else x
 
     def pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         space = tuple(range(1, x.dim() - 1))
@@ -410,7 +462,10 @@ class Case(Described):
         if self.net.copies:
             model = LearnedAugmentation(network, [Noise()], self.net.copies, {"noise": 0.4})
         options = self.options.build(ignored)
-        return Built(model.double().eval(), batches, self.likelihood, options)
+        model.double()
+        if self.net.single and not self.net.head_tied:
+            network.head.float()
+        return Built(model.eval(), batches, self.likelihood, options)
 
     def _inputs(self, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
         """The inputs of all examples, and the mask of what is no padding."""

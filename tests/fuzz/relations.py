@@ -38,6 +38,7 @@ from tests.fuzz.cases import (
     Case,
     Impossible,
     Layer,
+    Mix,
     Network,
     check_runs,
     inputs_of,
@@ -63,10 +64,13 @@ class Violated(AssertionError):
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation, the cases that it is tried on, and how many of them in the default suite."""
+    """A relation, the cases that it is tried on, and how many of them in the default suite.
 
-    check: Callable[[Case], None]
-    strategy: st.SearchStrategy[Case]
+    With 0 it is tried by ``python -m tests.fuzz`` alone.
+    """
+
+    check: Callable[[Any], None]
+    strategy: st.SearchStrategy[Any]
     examples: int
 
     @property
@@ -238,6 +242,60 @@ def float32_is_near(case: Case) -> None:
         same(f"the block of '{name}'", found.to_dense(name), block.to_dense(), 1.0, rtol=2e-3)
 
 
+@relation(0, ruled=True, batches=ONE, fisher=("exact",), layers=3)
+def two_dtypes_are_near(case: Case) -> None:
+    """With a head in float32 all numbers are those of float64, and each tensor keeps its dtype."""
+    made, of_two = case.build(), replace(case, net=replace(case.net, single=True)).build()
+    dtypes = [p.dtype for p in of_two.model.parameters()]
+    x = inputs_of(made.batches[0])
+    expected, found = fitted(made, case), fitted(of_two, case)
+    if any(torch.linalg.cond(P) > 1e4 for P in precision(expected).values()):
+        raise Impossible  # its inverse is rounding
+    evidences = (float(one.log_marginal_likelihood()) for one in (found, expected))
+    same("the evidence", *evidences, scale=1.0, rtol=2e-3)
+    for mine, theirs in zip(
+        found.output_distribution(x), expected.output_distribution(x), strict=True
+    ):
+        same("predictions", mine, theirs, 1.0, rtol=5e-3)
+    with TemporaryDirectory() as folder:
+        save_posterior(found, folder)
+        loaded = load_posterior(
+            folder, replace(case, net=replace(case.net, single=True)).build().model
+        )
+    same("the loaded evidence", loaded.log_marginal_likelihood(), found.log_marginal_likelihood())
+    if [p.dtype for p in of_two.model.parameters()] != dtypes:
+        raise Violated("a tensor has another dtype")
+
+
+@relation(
+    20, approx=MODES, pads=(False,), batches=ONE, smallest=3, ruled=True, layers=3, mixes=True
+)
+def mixing_is_refused(case: Case) -> None:
+    """A network in which an example's outputs have gradients in another's rows is refused."""
+    made = case.build()
+    (batch,), (mix,) = made.batches, (m for m in made.model.modules() if isinstance(m, Mix))
+    parameters = [p for p in made.model.parameters() if p.requires_grad]
+    f = outputs(made.model, batch)
+    if not mix.input.requires_grad:
+        raise Impossible
+    reached = 0.0
+    for n, f_n in enumerate(f):
+        (g,) = torch.autograd.grad(f_n.cos().sum(), mix.input, retain_graph=True)
+        scale = g.abs().max()
+        g[n] = 0.0
+        others = torch.autograd.grad(
+            mix.input, parameters, g / scale, retain_graph=True, allow_unused=True
+        )
+        reached = max([reached, *(float(t.abs().max()) for t in others if t is not None)])
+    if not reached > 1e-2:
+        raise Impossible  # what is mixed does not reach the outputs, or has no parameters
+    try:
+        factors_of(made)
+    except Refused:
+        return
+    raise Violated("a network that mixes examples has been taken")
+
+
 # --- brute force ---
 
 
@@ -308,6 +366,8 @@ def blocks_are_the_definitions(case: Case) -> None:
     check_terms(case)
     if case.depends_on_batches or case.net.copies or case.options.diagonal_above:
         return
+    if case.counts and any(layer.kind == "Conv" for layer in case.net.layers):
+        raise Impossible  # a mask says nothing about layers whose channels come first
     made = case.build()
     found = factors_of(made)
     (batch,), model = made.batches, deepcopy(made.model)
@@ -453,7 +513,10 @@ def a_fit_is_a_pass(case: Case) -> None:
 def loss_of(made: Built, batch: Any, likelihood: Any = None) -> Tensor:
     """The mean loss of the batch's examples."""
     likelihood, y = likelihood or likelihood_of(made.likelihood), targets_of(batch)
-    return likelihood.loss(outputs(made.model, batch), y) / len(y)
+    loss = likelihood.loss(outputs(made.model, batch), y) / len(y)
+    if not loss < 1e4:
+        raise Impossible  # the training diverges
+    return loss
 
 
 @relation(6, ruled=True, batches=TWO)
@@ -628,6 +691,8 @@ def in_two(made: Built, case: Case) -> tuple[list[str], list[str]]:
 def same_parameters(found: nn.Module, expected: nn.Module, names: Any = None) -> None:
     """These parameters of two networks, or all."""
     for name in dict(found.named_parameters()) if names is None else names:
+        if not expected.get_parameter(name).abs().max() < 1e6:
+            raise Impossible  # the last step diverges
         same(f"parameter '{name}'", found.get_parameter(name), expected.get_parameter(name))
 
 
@@ -707,10 +772,7 @@ def train(
         made.model.train()
         for batch in made.batches:
             optimizer.zero_grad()
-            loss = loss_of(made, batch, learner.likelihood)
-            if not loss < 1e4:
-                raise Impossible  # the training diverges
-            loss.backward()
+            loss_of(made, batch, learner.likelihood).backward()
             optimizer.step()
     if last == EPOCHS:
         learner.finish()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
-from tests.fuzz.cases import Case, Impossible, Layer
+from tests.fuzz.cases import Described, Impossible, Layer
 from tests.fuzz.relations import Refused, Relation
 
 SHRINKING = 20.0
@@ -26,7 +26,7 @@ class Finding:
     """The smallest case that a search has found."""
 
     relation: str
-    case: Case
+    case: Described
     error: str
     """The error's type and its first line."""
     details: str
@@ -44,8 +44,8 @@ class Finding:
         return (
             f"# {self.relation}: {self.error}\n"
             "from tests.fuzz.cases import *\n"
-            f"from tests.fuzz.relations import {self.relation}\n\n"
-            f"{self.relation}({self.case!r})\n"
+            "from tests.fuzz.trainers import *\n\n"
+            f"RELATIONS[{self.relation!r}].check({self.case!r})\n"
         )
 
 
@@ -79,7 +79,7 @@ class Counts:
     seconds: float = 0.0
 
 
-def run(relation: Relation, case: Case) -> None:
+def run(relation: Relation, case: Described) -> None:
     """Try a relation on a case, with random numbers of its own.
 
     Raises:
@@ -111,10 +111,10 @@ def search(
         until: the time at which the search ends, as by `time.perf_counter`.
     """
     start = time.perf_counter()
-    failures: dict[Case, Finding] = {}
+    failures: dict[Described, Finding] = {}
     last: list[Finding] = []
 
-    def holds(case: Case) -> None:
+    def holds(case: Described) -> None:
         now = time.perf_counter()
         if failures and now > start + next(iter(failures.values())).seconds + SHRINKING:
             if case not in failures:

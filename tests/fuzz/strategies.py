@@ -1,5 +1,6 @@
 """Drawing cases: what stands first in a list is what a smallest failing case has."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -42,14 +43,18 @@ def bodies(
 
     def kind(*names: str, **options: Any) -> st.SearchStrategy[Layer]:
         again, tied, residual = (one_of(False, False, False, True) for _ in range(3))
-        options = {"again": again, "tied": tied, "residual": residual, **options}
+        in_place = one_of(False, False, False, True)
+        defaults = {"again": again, "tied": tied, "residual": residual, "in_place": in_place}
+        options = {**defaults, **options}
         return st.builds(Layer, one_of(*names), **options)
 
     use = one_of("module", "functional", "matmul", "twice")
     linear = kind("Linear", use=use, bias=one_of(True, False))
-    norms = kind("LayerNorm", "RMSNorm", "GroupNorm", *["InstanceNorm"] * (axes > 0))
+    # An instance norm needs two positions, and sequences may have one.
+    of_instances = ["InstanceNorm", "ViewNorm"] if axes and not pads else []
+    norms = kind("LayerNorm", "RMSNorm", "GroupNorm", *of_instances)
     some = [
-        linear,
+        st.one_of(linear, linear, kind("ViewLinear")),
         kind("BatchNorm"),
         norms,
         kind("Scale", "Shift", "PReLU", "own scale", "own shift"),
@@ -101,7 +106,8 @@ SEEDS = st.integers(0, 99)
 
 @lru_cache
 def sizes(least: int, most: int, smallest: int) -> st.SearchStrategy[tuple[int, ...]]:
-    return st.lists(st.integers(smallest, 3), min_size=least, max_size=most).map(tuple)
+    largest = max(3, 2 * smallest - 1)
+    return st.lists(st.integers(smallest, largest), min_size=least, max_size=most).map(tuple)
 
 
 @st.composite
@@ -115,6 +121,7 @@ def cases(
     smallest: int = 1,
     layers: int = 4,
     ruled: bool = False,
+    mixes: bool = False,
 ) -> Case:
     """A case with these likelihoods and options.
 
@@ -128,9 +135,14 @@ def cases(
         smallest: examples of a batch, at least.
         layers: the most.
         ruled: whether each layer has a rule.
+        mixes: whether one more layer mixes examples.
     """
     padded, mapping = draw(one_of(*pads)), draw(yes_or_no)
     net = draw(nets(padded, mapping, ruled, layers))
+    if mixes:
+        place = draw(st.integers(0, len(net.layers)))
+        mix = Layer(draw(one_of("MixRest", "MixGroup", "MixNearest")))
+        net = replace(net, layers=(*net.layers[:place], mix, *net.layers[place:]), copies=0)
     trimmed = padded and draw(one_of(False, False, False, True))
     data = Data(
         draw(sizes(*batches, smallest)), padded, trimmed, mapping,
