@@ -242,7 +242,7 @@ def float32_is_near(case: Case) -> None:
         same(f"the block of '{name}'", found.to_dense(name), block.to_dense(), 1.0, rtol=2e-3)
 
 
-@relation(0, ruled=True, batches=ONE, fisher=("exact",), layers=3)
+@relation(6, ruled=True, batches=ONE, fisher=("exact",), layers=3)
 def two_dtypes_are_near(case: Case) -> None:
     """With a head in float32 all numbers are those of float64, and each tensor keeps its dtype."""
     made, of_two = case.build(), replace(case, net=replace(case.net, single=True)).build()
