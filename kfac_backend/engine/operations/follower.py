@@ -291,26 +291,33 @@ class Follower(TorchFunctionMode):
         else:
             others = [t for t in call.tensors if id(t) not in expressions and t.dim() >= -axis]
             M = max((t.shape[axis] for t in others), default=1)
-            if M == 1:  # the size comes from another argument, as in expand
-                M, others = call.run().shape[axis], []
+            if M == 1 and call.changes is None:  # the size may be another argument, as in expand
+                M = call.run().shape[axis]
             with_rows = {id(t): (t, axis) for t in others if t.shape[axis] == M}
-        copies = {key: (self._copies(e, M), 0) for key, e in expressions.items()}
+        copies = {key: self._copies(e, M) for key, e in expressions.items()}
+
+        def run(replacements: Mapping[int, Tensor], M: int) -> Tensor:
+            output = call.run(lambda value: replacements.get(id(value), value))
+            if output.dim() < -axis or output.shape[axis] != M:
+                raise NotImplementedError(
+                    f"{_names(call)} meets {call} in this batch, which takes no copy of it for "
+                    "each example. Freeze it (requires_grad_(False)), or pass unsupported="
+                    '"diagonal".'
+                )
+            return output
+
+        if not with_rows:
+            return run({key: _aligned(rows, axis) for key, rows in copies.items()}, M)
 
         # Step 2: one row after the other, by torch's map over all of them.
         def of_row(*values: Tensor) -> Tensor:
             replacements = dict(zip([*copies, *with_rows], values, strict=True))
             for key, (_, rows_axis) in with_rows.items():  # a batch of one row
                 replacements[key] = replacements[key].unsqueeze(rows_axis)
-            output = call.run(lambda value: replacements.get(id(value), value))
-            if output.dim() < -axis or output.shape[axis] != (1 if with_rows else M):
-                raise NotImplementedError(
-                    f"{_names(call)} meets {call} in this batch, which takes no copy of it for "
-                    "each example. Freeze it (requires_grad_(False)), or pass unsupported="
-                    '"diagonal".'
-                )
-            return output.select(axis, 0)
+            return run(replacements, 1).squeeze(axis)
 
-        tensors, axes = zip(*copies.values(), *with_rows.values(), strict=True)
+        pairs = [*((rows, 0) for rows in copies.values()), *with_rows.values()]
+        tensors, axes = zip(*pairs, strict=True)
         with plain_attention():  # a mask of its own for each row
             output = torch.func.vmap(of_row, axes)(*tensors).movedim(0, axis)
         return output if call.changes is None else call.changes
@@ -504,6 +511,14 @@ def weight_use(call: Call) -> WeightUse | None:
 def _each_axis(value: Any, n: int) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * n if len(values) == 1 else values
+
+
+def _aligned(rows: Tensor, axis: int) -> Tensor:
+    """Copies (M, *shape) with their rows at an axis from the end, where the shape has one entry."""
+    missing = -axis - (rows.dim() - 1)
+    if missing > 0:
+        return rows.reshape(len(rows), *[1] * (missing - 1), *rows.shape[1:])
+    return rows.squeeze(axis).movedim(0, axis)
 
 
 def _is_stored(value: Tensor, parameter: Tensor, in_shape: bool = True) -> bool:

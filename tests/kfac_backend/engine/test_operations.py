@@ -161,6 +161,17 @@ def test_exact(case):
             assert error(block, block.diagonal().diag()) > 0.01 or len(block) == 1
 
 
+@pytest.mark.parametrize("case", ["in place", "functional norms", "class token"])
+def test_a_batch_of_one_example(case):
+    function, own = OWN[case]
+    model, x = random_model(function, **{"head": head(), **own}), normal(5, 4, 3)
+    y = torch.arange(5) % 3
+    blocks = kronecker_factors(model, [(x[:4], y[:4]), (x[4:], y[4:])], "classification")
+    exact = dense_ggn_blocks(model, x, "classification")
+    for name in own:
+        assert_close(blocks.to_dense(name), exact[name])
+
+
 def by_value(m, x):
     """Which operation it is depends on the values: vmap cannot follow."""
     scaled = F.linear(x, m.fc.weight) + m.fc.weight.sum()
