@@ -1,5 +1,7 @@
 """The estimators give the numbers of direct calls, and keep scikit-learn's promises."""
 
+from typing import Any
+
 import numpy as np
 import pandas
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 from marglik import MarglikClassifier, MarglikRegressor, calibrate, marglik_training
 from marglik.data import Batches
+from marglik.training.schedule import settling_rate
 
 N, COLUMNS = 240, 5
 random = np.random.RandomState(0)
@@ -49,9 +52,11 @@ def test_predictions_are_those_of_the_direct_calls(likelihood):
     )  # fmt: skip
     model = network(outputs)
     loader = Batches(inputs[train], targets[train], 32, shuffle=True, seed=expected_seed)
+    rate: Any = settling_rate  # of the estimators
     laplace, *_ = marglik_training(
-        model, loader, likelihood, n_epochs=6, optimizer_kwargs={"lr": 1e-2}
-    )
+        model, loader, likelihood, n_epochs=6, optimizer_kwargs={"lr": 1e-2},
+        scheduler_cls=rate, scheduler_kwargs={"num_steps": 6 * len(loader)},
+    )  # fmt: skip
     decays = laplace.prior_precision / len(train)
     np.testing.assert_allclose([*found.weight_decays_.values()], decays)
     fit = calibrate(laplace, [(inputs[held], targets[held])])
