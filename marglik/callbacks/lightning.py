@@ -83,7 +83,6 @@ class MarginalLikelihood(Callback):
         self._inputs: StepInputs | None = None  # from the first batch of a training on
         self._is_restored = False  # a checkpoint had this callback's state
         self._other: list[Tensor] = []  # the steps' parameters while the network has their average
-        self._num_logged = 0
 
     @property
     def posterior(self) -> Posterior | None:
@@ -122,7 +121,16 @@ class MarginalLikelihood(Callback):
         network, options = self._network_of(pl_module), self.learner.options
         batches, steps = trainer.num_training_batches, trainer.max_steps
         epochs = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
-        if steps != -1 and batches < math.inf and pl_module.automatic_optimization:
+        limit = None if batches == math.inf else int(batches)
+        if limit is None and steps != -1:  # a stream, which may have no end: rounds of steps
+            limit, epochs = steps * trainer.accumulate_grad_batches, None
+        elif limit is None and epochs is None:
+            raise ValueError(
+                "The training dataloader has no length, and neither the number of epochs nor that "
+                "of steps is known. Pass Trainer(max_steps=...), or limit_train_batches=, the "
+                "number of batches in an epoch."
+            )
+        elif steps != -1 and pl_module.automatic_optimization:
             of_steps = math.ceil(steps / math.ceil(batches / trainer.accumulate_grad_batches))
             epochs = of_steps if epochs is None else min(epochs, of_steps)
         self._inputs = StepInputs(
@@ -130,16 +138,12 @@ class MarginalLikelihood(Callback):
             lambda batch: _prepared(trainer, pl_module, batch),
             lambda batch, number: _run_step(trainer, pl_module, batch, number),
         )  # fmt: skip
-        data = EpochBatches(
-            lambda: _loader_and_keys(trainer)[0],
-            self._inputs.read,
-            None if batches == math.inf else int(batches),
-        )
+        data = EpochBatches(lambda: _loader_and_keys(trainer)[0], self._inputs.read, limit)
         self._continue(trainer, network)
         # Lightning clips gradients after its own hook for callbacks, but before the optimiser's.
         self.learner.start(
             network, trainer.optimizers[0], data, epochs, held_out=self._held_out,
-            hooks="gradients",
+            hooks="all" if batches == math.inf and epochs is None else "gradients",
         )  # fmt: skip
         # A checkpoint that was written at an epoch's last step is of before the epoch's update.
         self._end_epoch(trainer, trainer.current_epoch)
@@ -190,6 +194,7 @@ class MarginalLikelihood(Callback):
         """Check that the first batch has reached the network."""
         assert self._inputs is not None
         self._inputs.check_called("the module itself" if self._network is None else self._network)
+        self._log(trainer, self.learner.latest_numbers())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the network its average so far, until the next training batch."""
@@ -268,7 +273,8 @@ class MarginalLikelihood(Callback):
         self._detach()
 
     def _end_epoch(self, trainer: Trainer, epoch: int) -> None:
-        self._log(trainer, end_of_epoch(self.learner.problem, self.learner.state, epoch))
+        if not self.learner.problem.has_rounds:
+            self._log(trainer, end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
     def _log(self, trainer: Trainer, numbers: dict[str, float]) -> None:
         if numbers:

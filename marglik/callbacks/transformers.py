@@ -228,6 +228,7 @@ class MarginalLikelihood(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log an update that followed this step of a stream."""
+        self._log(self.learner.latest_numbers())
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if an update is due, and log."""
@@ -247,7 +248,8 @@ class MarginalLikelihood(TrainerCallback):
         self._log(self.learner.finish(average=best is None))
 
     def _end_epoch(self, epoch: int) -> None:
-        self._log(end_of_epoch(self.learner.problem, self.learner.state, epoch))
+        if not self.learner.problem.has_rounds:
+            self._log(end_of_epoch(self.learner.problem, self.learner.state, epoch))
 
     def _log(self, numbers: dict[str, float]) -> None:
         decays = {name: v for name, v in numbers.items() if name.startswith("weight_decay/")}

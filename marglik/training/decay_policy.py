@@ -7,7 +7,7 @@ Immer et al. 2021 (arXiv:2104.04975), to the bit.
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.batches import length
 from kfac_backend.options import check_option
 from kfac_backend.sharding import local_part, local_parts, norms_over_parts, sum_over_parts
 from marglik.posterior.prior import precision_to_weight_decay, weight_decay_to_precision
@@ -206,7 +207,7 @@ class DecayPolicy:
         if (
             state.likelihood.kind != "classes"
             or not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
-            or not (problem.steps_per_epoch or isinstance(problem.loader, Sized))
+            or not (problem.steps_per_epoch or length(problem.loader))
         ):
             return
         schedule = options.schedule
@@ -218,7 +219,7 @@ class DecayPolicy:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         momentum = max(float(group["momentum"]) for group in groups)
         rate = problem.rate / max(1 - momentum, 1e-3)
-        steps = first * (problem.steps_per_epoch or len(problem.loader))  # pyright: ignore[reportArgumentType]
+        steps = first * (problem.steps_per_epoch or length(problem.loader) or 1)
         assert self.raised_start is not None
         start = min(self.raised_start, LARGEST_DECLINE / (rate * steps))
         N, T = problem.num_data, options.temperature

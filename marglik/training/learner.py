@@ -275,6 +275,13 @@ class PriorLearner:
         delta = self.state.hyperparameters.prior_precision
         return precision_to_weight_decay(delta, self.problem.num_data, self.options.temperature)
 
+    def latest_numbers(self) -> dict[str, float]:
+        """What to log of an update that the latest step was followed by; empty without one."""
+        state, is_logged = self.state, self._hooks is None or not self.problem.has_rounds
+        if is_logged or state.steps_at_update != state.steps[-1]:
+            return {}
+        return state.numbers_to_log(self.problem.model)
+
     def replay(self) -> "PriorLearner":
         """A learner for another network of this kind, whose decays take the course of this one's.
 

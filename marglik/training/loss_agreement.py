@@ -152,8 +152,9 @@ def warn_of_another_gradient(
         return
     factor = float((loops * ours).sum() / ours.square().sum())
     is_sum = any(abs(factor / number - 1) < TOLERANCE for number in (len(f), terms, 2 * len(f)))
-    if may_be_scaled and not is_sum and factor >= LEAST_SCALE and math.log2(factor).is_integer():
-        loops, factor = loops / factor, 1.0
+    scaler = 2.0 ** round(math.log2(factor)) if factor > 0 else 0.0
+    if may_be_scaled and not is_sum and scaler >= LEAST_SCALE:
+        loops, factor = loops / scaler, factor / scaler
         if same(loops, ours):
             return
     # Hugging Face's trainer divides by the number of labels before a model shifts them: by one more
@@ -164,12 +165,14 @@ def warn_of_another_gradient(
         return
     unit = "classes" if likelihood.has_labels else "targets"
     smoothing = _smoothing(loops, ours, y, count / scale, same)
-    if smoothing and not is_sum:
+    # With equal probabilities both explain the gradient; labels are seldom smoothed by more.
+    is_factor = same(loops, factor * ours)
+    if smoothing and not is_sum and (smoothing <= 0.5 or not is_factor):
         difference = (
             f"is that of labels smoothed by {smoothing:.4g}. Pass the likelihood "
             f"'classification(smoothing={smoothing:.4g})', or leave the smoothing out"
         )
-    elif same(loops, factor * ours):
+    elif is_factor:
         difference = f"is {factor:.4g} times that of the likelihood"
         if is_sum:
             difference += ', as with reduction="sum". Take the mean'

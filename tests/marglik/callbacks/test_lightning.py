@@ -1,6 +1,7 @@
 """The callback in Lightning's own Trainer: an own loop's decays, logs, checkpoints, errors."""
 
 import inspect
+import itertools
 import logging
 import math
 import warnings
@@ -9,12 +10,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from kfac_backend.ranks import Ranks
 from marglik import PriorLearner
@@ -170,14 +171,120 @@ def test_logs_to_the_users_loggers(tmp_path):
     assert len(rows) == 3
 
 
+class TwoSteps(Classifier):
+    """Two steps a batch, in manual optimisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            self.optimizers().step()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return zip(*dataset().tensors, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "options", "its_epochs", "steps_per_epoch"),
+    [
+        (TwoSteps, dataset, {}, EPOCHS, 8),
+        (Classifier, Stream, {}, EPOCHS, 4),  # whose end the epochs show
+        (Classifier, Stream, {"max_epochs": -1, "max_steps": 4 * EPOCHS}, None, None),
+    ],
+)
+def test_other_epochs_are_those_of_an_own_loop(kind, data, options, its_epochs, steps_per_epoch):
+    """Several steps a batch, and streams, whose updates follow rounds of steps."""
+    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), kind()
+    run = trainer(prior, options.pop("max_epochs", EPOCHS), **options)
+    run.fit(module, DataLoader(data(), 8))
+    own, other = network(), PriorLearner("classification", **OPTIONS)
+    optimizer = sgd(own)
+    stream = DataLoader(data(), 8)
+    other.start(own, optimizer, stream, its_epochs, steps_per_epoch=steps_per_epoch)
+    for _ in range(EPOCHS):
+        for x, y in stream:
+            for _ in range(2 if kind is TwoSteps else 1):
+                optimizer.zero_grad()
+                F.cross_entropy(own(x), y).backward()
+                optimizer.step()
+    other.finish()
+    assert prior.posterior.n_data == len(dataset()) and len(other.evidences) == 3
+    assert_close(prior.learner.evidences, other.evidences, rtol=1e-6, atol=0)
+    for p, q in zip(module.net.parameters(), own.parameters(), strict=True):
+        assert_close(p, q)
+
+
+def test_a_stream_without_an_end_is_read_as_far_as_the_training_reads_it():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return itertools.cycle(Stream())
+
+    prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+    trainer(prior, -1, max_steps=8).fit(Classifier(), DataLoader(Endless(), 8))
+    assert prior.posterior.n_data == 8 * 8
+    prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+    with pytest.raises(ValueError, match=r"Pass Trainer\(max_steps=...\), or limit_train_batches"):
+        trainer(prior, -1).fit(Classifier(), DataLoader(Endless(), 8))
+
+
+def test_another_training_continues_or_says_that_it_starts_anew(tmp_path, recwarn):
+    def words():
+        messages = [str(w.message) for w in recwarn.list if "anew" in str(w.message)]
+        recwarn.clear()
+        return messages
+
+    # The same trainer goes on.
+    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+    run = trainer(prior, 3)
+    run.fit(module, loader())
+    run.save_checkpoint(tmp_path / "with.ckpt")
+    decays, num_updates = prior.learner.weight_decays(), len(prior.learner.evidences)
+    run.fit_loop.max_epochs = 4
+    run.fit(module, loader())
+    assert len(prior.learner.evidences) > num_updates and not words()
+    assert prior.learner.state.decay_history.keys() > {0, 2, 3}
+    # Another trainer starts anew.
+    trainer(prior, 1).fit(module, loader())
+    (message,) = words()
+    assert "This fit() trains the same network again" in message
+    assert not torch.equal(prior.learner.weight_decays(), decays)
+    # So does a checkpoint without the callback.
+    plain = trainer(L.Callback(), 2)
+    plain.fit(Classifier(), loader())
+    plain.save_checkpoint(tmp_path / "without.ckpt")
+    prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+    trainer(prior).fit(Classifier(), loader(), ckpt_path=tmp_path / "without.ckpt", **SAFELY)
+    (message,) = words()
+    assert "no state of MarginalLikelihood" in message and "in epoch 2" in message
+    # Negative control: a checkpoint with it.
+    prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+    trainer(prior).fit(Classifier(), loader(), ckpt_path=tmp_path / "with.ckpt", **SAFELY)
+    assert not words()
+
+
 class Killed(Exception):
     """In place of a kill."""
 
 
-@pytest.mark.parametrize("step", [4, 8])
-def test_resumes_from_a_checkpoint_of_an_epochs_last_step(step, tmp_path):
-    """It is written before the epoch's update; steps 8 and 16 of four an epoch end epochs 2, 4."""
-    whole, module = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+@pytest.mark.parametrize(("kind", "step"), [("one", 4), ("one", 8), ("one", 9), ("two", 16)])
+def test_resumes_from_a_checkpoint_of_a_step(kind, step, tmp_path):
+    """At an epoch's last step it is written before the update that follows epochs 2 and 4.
+
+    Within an epoch Lightning begins anew with the loader: here all batches are the same.
+    """
+    x, y = dataset()[:8]
+    Kind = Classifier if kind == "one" else TwoSteps
+
+    def loader():
+        return DataLoader(TensorDataset(x.repeat(4, 1), y.repeat(4)), 8)
+
+    whole, module = MarginalLikelihood("classification", network="net", **OPTIONS), Kind()
     trainer(whole).fit(module, loader())
 
     class Saves(L.Callback):
@@ -189,8 +296,8 @@ def test_resumes_from_a_checkpoint_of_an_epochs_last_step(step, tmp_path):
     cut_off = trainer(MarginalLikelihood("classification", network="net", **OPTIONS))
     cut_off.callbacks.append(Saves())
     with pytest.raises(Killed):
-        cut_off.fit(Classifier(), loader())
-    second, resumed = MarginalLikelihood("classification", network="net", **OPTIONS), Classifier()
+        cut_off.fit(Kind(), loader())
+    second, resumed = MarginalLikelihood("classification", network="net", **OPTIONS), Kind()
     trainer(second).fit(resumed, loader(), ckpt_path=tmp_path / "last_step.ckpt", **SAFELY)
     assert second.learner.evidences == whole.learner.evidences
     assert torch.equal(second.learner.weight_decays(), whole.learner.weight_decays())
@@ -230,6 +337,31 @@ def test_the_best_checkpoint_is_the_average_that_was_validated(tmp_path):
             if "epoch=4" in file:
                 path = file
     assert_close(ends[0], ends[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("at_epochs_end", [False, True])
+def test_early_stopping_ends_at_the_best_average(at_epochs_end, tmp_path):
+    """With checkpoints of the weights alone, which hold what was validated."""
+    prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Validates()
+    saves = ModelCheckpoint(
+        tmp_path, "{epoch}-{loss:.6f}", monitor="loss", save_top_k=-1, save_weights_only=True,
+        save_on_train_epoch_end=at_epochs_end,
+    )  # fmt: skip
+    run = trainer(prior, 20, enable_checkpointing=True)
+    run.callbacks += [EarlyStopping("loss", patience=2), saves]
+    run.fit(module, loader(), loader())
+    assert run.current_epoch < 20  # it has stopped, since the labels are wrong
+    x, y = dataset().tensors
+    for file, loss in saves.best_k_models.items():
+        module.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
+        assert_close(F.cross_entropy(module.net(x), (y + 1) % 3), loss, rtol=1e-5, atol=0)
+    best = torch.load(saves.best_model_path, weights_only=True)["state_dict"]
+    module.load_state_dict(best)
+    prior.learner.finish()
+    assert torch.equal(module.net[0].weight, best["net.0.weight"])
+    prior.posterior.check_weights()
+    weights = torch.cat([p.detach().flatten() for p in module.net.parameters()])
+    assert torch.equal(prior.posterior.mean, weights)
 
 
 def test_a_training_after_one_that_failed_saves_its_own_network(tmp_path):

@@ -1,5 +1,6 @@
 """The callback in Hugging Face's own Trainer: an own loop's decays, logs, checkpoints."""
 
+import itertools
 import math
 from dataclasses import fields
 from io import BytesIO
@@ -12,10 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 from kfac_backend import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import gathered_state, is_sharded
+from marglik import PriorLearner
 from marglik.training.random_state import own_random_numbers
 from tests.marglik.callbacks.online import (
     EPOCHS,
@@ -26,6 +29,7 @@ from tests.marglik.callbacks.online import (
     network,
     sgd,
 )
+from tests.marglik.plain_loop import learn
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,12 +120,13 @@ def test_decays_are_those_of_an_own_loop_to_the_bit(clip, tmp_path):
     )
 
 
-def test_resumes_from_a_checkpoint_of_an_epochs_last_step(tmp_path):
-    """It is written before the epoch's update; steps 8 and 16 of four an epoch end epochs 2, 4."""
+@pytest.mark.parametrize("step", [8, 10])
+def test_resumes_from_a_checkpoint_of_a_step(step, tmp_path):
+    """At an epoch's last step it is written before the update that follows epochs 2 and 4."""
     found = []
-    for checkpoint in (None, str(tmp_path / "checkpoint-8")):
+    for checkpoint in (None, str(tmp_path / f"checkpoint-{step}")):
         model = Classifier()
-        run = trainer(tmp_path, model, save_strategy="steps", save_steps=4)
+        run = trainer(tmp_path, model, save_strategy="steps", save_steps=2)
         prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
         run.train(resume_from_checkpoint=checkpoint)
         found.append((model, prior.learner))
@@ -130,6 +135,109 @@ def test_resumes_from_a_checkpoint_of_an_epochs_last_step(tmp_path):
     assert torch.equal(second.weight_decays(), first.weight_decays())
     for p, q in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Once, or without an end."""
+
+    def __init__(self, is_endless=False):
+        self.is_endless = is_endless
+
+    def __iter__(self):
+        examples = [{"x": x, "labels": y} for x, y in dataset()]
+        return itertools.cycle(examples) if self.is_endless else iter(examples)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_updates_of_a_stream_are_those_of_an_own_loop(optimizer, tmp_path):
+    model, own = Classifier(), network()
+    run = trainer(tmp_path, model, max_steps=4 * EPOCHS)
+    run.train_dataset = Stream()
+    run.optimizer = optimizer(model)
+    run.lr_scheduler = LambdaLR(run.optimizer, lambda step: 1.0)
+    prior = MarginalLikelihood.attached(run, "classification", steps=5)
+    run.train()
+    stream = DataLoader(Stream(), 8)
+    other = PriorLearner("classification", steps=5, dict_key_x="x")
+    its_optimizer = optimizer(own)
+    other.start(own, its_optimizer, stream)
+    for _ in range(EPOCHS):
+        for batch in stream:
+            its_optimizer.zero_grad()
+            F.cross_entropy(own(batch["x"]), batch["labels"]).backward()
+            its_optimizer.step()
+    other.finish()
+    assert len(prior.learner.evidences) == len(other.evidences) == EPOCHS + 1
+    assert prior.posterior.n_data == len(dataset())
+    assert_close(prior.learner.evidences, other.evidences, rtol=1e-5, atol=0)
+    for p, q in zip(model.net.parameters(), own.parameters(), strict=True):
+        assert_close(p, q)
+    logged = [
+        entry for entry in run.state.log_history if "prior/weight_decay/net.0.weight" in entry
+    ]
+    assert len(logged) == EPOCHS + 1
+
+
+def test_a_stream_without_an_end_is_read_as_far_as_the_training_reads_it(tmp_path):
+    run = trainer(tmp_path, Classifier(), max_steps=6)
+    run.train_dataset = Stream(is_endless=True)
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train()
+    assert prior.posterior.n_data == 6 * 8
+
+
+class Regressor(nn.Module):
+    """As Hugging Face's models with num_labels=1: labels (N,), and the squared error's mean."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x, labels=None):
+        logits = self.net(x)
+        loss = None if labels is None else F.mse_loss(logits.squeeze(), labels.squeeze())
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("loss_scale", [2.0, 1.0])
+def test_regression_on_labels_without_an_axis(loss_scale, tmp_path, recwarn):
+    """The trainer's loss is twice −log p at σ = 1, which is said if it is not named."""
+    model, options = Regressor(), {**OPTIONS, "loss_scale": loss_scale}
+    run = trainer(tmp_path, model)
+    run.train_dataset = [{"x": x, "labels": x.sum()} for x, _ in dataset()]
+    prior = MarginalLikelihood.attached(run, "regression", **options)
+    run.train()
+    own, other = Regressor().net, PriorLearner("regression", **options)
+    data = [(b, b.sum(1, keepdim=True)) for b in dataset().tensors[0].split(8)]
+    learn(own, sgd(own), other, data, EPOCHS, loss=F.mse_loss)
+    assert_close(prior.learner.evidences, other.evidences, rtol=1e-5, atol=0)
+    for p, q in zip(model.net.parameters(), own.parameters(), strict=True):
+        assert_close(p, q)
+    messages = [str(w.message) for w in recwarn if "loop's loss" in str(w.message)]
+    assert len(messages) == (loss_scale == 1)
+    assert all("is 2 times" in m and "loss_scale=2 to" in m for m in messages)
+
+
+def test_early_stopping_ends_at_the_best_average(tmp_path):
+    model = Classifier()
+    wrong = [{"x": x, "labels": (y + 1) % 3} for x, y in dataset()]
+    run = trainer(
+        tmp_path, model, 20, wrong, eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.add_callback(transformers.EarlyStoppingCallback(2))
+    run.train()
+    losses = [row["eval_loss"] for row in run.state.log_history if "eval_loss" in row]
+    assert len(losses) < 20 and min(losses) == pytest.approx(run.state.best_metric)
+    x, y = dataset().tensors
+    assert_close(F.cross_entropy(model.net(x), (y + 1) % 3).item(), min(losses), rtol=1e-5, atol=0)
+    prior.posterior.check_weights()
 
 
 def test_the_prior_of_another_runs_checkpoint_is_refused(tmp_path):

@@ -85,9 +85,27 @@ CASES = {
 }  # fmt: skip
 
 
+SHOWN = "classification", "bernoulli"
+"""Likelihoods whose targets the gradient shows."""
+
+
+def loss_of_a_step(prior, model, data, loss, scaler=1.0, accumulated=1):
+    """An own loop without loss=: the first step, by a scaler and accumulated batches."""
+    optimizer = sgd(model)
+    prior.start(model, optimizer, data, 2)
+    for _, (x, y) in zip(range(accumulated), data, strict=False):
+        (loss(model(x), y) * scaler / accumulated).backward()
+    for p in model.parameters():
+        p.grad /= scaler
+    optimizer.step()
+    prior.detach()
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("way", ["loss=", "a step"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CASES)
-def test_a_function_is_compared_on_the_first_batch(name, dtype):
+def test_a_function_is_compared_on_the_first_batch(name, dtype, way):
     likelihood, loss, options, expected = CASES[name]
     likelihood, _, kind = likelihood.partition(" of ")
     x, y = dataset().tensors
@@ -103,9 +121,55 @@ def test_a_function_is_compared_on_the_first_batch(name, dtype):
         x, y = x[:, None].expand(-1, 2, -1), torch.stack([y, (y + 1) % 3], 1)
     prior = PriorLearner(likelihood, **options)
     data = DataLoader(TensorDataset(x, y), 8)
-    found = told(lambda: prior.start(model, sgd(model), data, 2, loss=loss))
+    if way == "loss=":
+        found = told(lambda: prior.start(model, sgd(model), data, 2, loss=loss))
+    else:
+        found = told(lambda: loss_of_a_step(prior, model, data, loss))
+        expected = expected if likelihood.partition("(")[0] in SHOWN else None
     assert len(found) == (expected is not None)
     assert all(re.search(expected, message) for message in found), found
+
+
+@pytest.mark.parametrize(
+    ("options", "scaler", "accumulated", "expected"),
+    [
+        ({}, 1.0, 1, None),
+        ({}, 1.0, 3, None),
+        ({}, 2.0**16, 1, None),  # of a gradient scaler
+        ({}, 0.1, 1, "is 0.1 times"),
+        ({"reduction": "sum"}, 1.0, 3, "is 8 times.*sum"),
+        ({"label_smoothing": 0.1}, 2.0**16, 3, "smoothed by 0.1"),
+    ],
+)
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_a_step_shows_its_loss(options, scaler, accumulated, expected, num_classes):
+    """Also of a network without a preference, whose smoothed loss has a gradient .9 times ours."""
+    x, y = dataset().tensors
+    data = DataLoader(TensorDataset(x, y % num_classes), 8)
+    model = nn.Linear(4, num_classes)
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+
+    def loss(f, y):
+        return F.cross_entropy(f, y, **options)
+
+    prior = PriorLearner("classification")
+    found = told(lambda: loss_of_a_step(prior, model, data, loss, scaler, accumulated))
+    assert len(found) == (expected is not None)
+    assert all(re.search(expected, message) for message in found), found
+
+
+def test_two_outputs_of_one_loss_are_not_compared():
+    """As of two views of each example, whose mean is taken; each alone is half of the loss."""
+    model, prior = network(), PriorLearner("classification")
+    optimizer, data = sgd(model), loader()
+    prior.start(model, optimizer, data, 2)
+    x, y = next(iter(data))
+
+    def step():
+        (F.cross_entropy(model(x), y) / 2 + F.cross_entropy(model(-x), y) / 2).backward()
+        optimizer.step()
+
+    assert not told(step)
 
 
 class Classifier(L.LightningModule):
@@ -119,6 +183,18 @@ class Classifier(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), LR)
+
+
+class Manual(Classifier):
+    def __init__(self, accumulated, **options):
+        super().__init__(**options)
+        self.automatic_optimization, self.accumulated = False, accumulated
+
+    def training_step(self, batch, index):
+        self.manual_backward(super().training_step(batch, index) / self.accumulated)
+        if (index + 1) % self.accumulated == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
 
 
 def trainer(**options):
@@ -135,9 +211,11 @@ def trainer(**options):
     ("options", "expected"),
     [({}, None), ({"label_smoothing": 0.2}, "smoothed by 0.2"), ({"reduction": "sum"}, "8 times")],
 )
-def test_lightnings_callback_compares_the_first_batch(options, accumulated, expected):
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_lightnings_callback_compares_the_first_batch(options, accumulated, expected, is_manual):
     """Of the steps themselves, with their dropout; one warning."""
-    module, run = Classifier(**options), trainer(accumulate_grad_batches=accumulated)
+    module = Manual(accumulated, **options) if is_manual else Classifier(**options)
+    run = trainer(**({} if is_manual else {"accumulate_grad_batches": accumulated}))
     found = told(lambda: run.fit(module, loader()))
     assert len(found) == (expected is not None)
     assert all(expected in message for message in found)
