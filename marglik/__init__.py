@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from marglik.post_hoc import maximize_evidence as maximize_evidence
     from marglik.post_hoc import minimize_validation_loss as minimize_validation_loss
     from marglik.posterior.posterior import Posterior as Posterior
-    from marglik.posterior.posterior_file import load_posterior as load_posterior
-    from marglik.posterior.posterior_file import save_posterior as save_posterior
     from marglik.posterior.prior import Hyperparameters as Hyperparameters
     from marglik.posterior.prior import PriorGroups as PriorGroups
     from marglik.posterior.prior import precision_to_weight_decay as precision_to_weight_decay
     from marglik.posterior.prior import update_prior as update_prior
     from marglik.posterior.prior import weight_decay_to_precision as weight_decay_to_precision
+    from marglik.posterior_file import load_posterior as load_posterior
+    from marglik.posterior_file import save_posterior as save_posterior
     from marglik.prediction.calibration import calibrate as calibrate
     from marglik.prediction.ensemble import Ensemble as Ensemble
     from marglik.prediction.links import Prediction as Prediction
@@ -66,7 +66,7 @@ _MODULES = {
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.metrics",
     "laplace_predictive": "prediction.predictive",
-    "load_posterior": "posterior.posterior_file",
+    "load_posterior": "posterior_file",
     "map_predictive": "prediction.predictive",
     "marglik_training": "drop_in",
     "maximize_evidence": "post_hoc",
@@ -74,7 +74,7 @@ _MODULES = {
     "precision_to_weight_decay": "posterior.prior",
     "predict_all": "prediction.predictive",
     "reliability_curve": "prediction.metrics",
-    "save_posterior": "posterior.posterior_file",
+    "save_posterior": "posterior_file",
     "settling_rate": "training.schedule",
     "suspicious_labels": "prediction.suspicious_labels",
     "update_prior": "posterior.prior",

@@ -299,6 +299,16 @@ class ParametricLaplace(Posterior):
         except TypeError as error:
             raise ValueError(str(error)) from error
 
+    @property
+    def saved_subset(self) -> dict[str, Any]:
+        """The weights that have a posterior, as plain data, for `save_posterior`."""
+        last = self._last.replace("_orig_mod.", "")  # the name without torch.compile
+        return {
+            "subset_of_weights": self.subset,
+            "last_layer_name": last,
+            "is_reward": self.is_reward,
+        }
+
     # What laplace-torch calls the parts of the posterior.
 
     @property

@@ -42,7 +42,7 @@ from marglik.data import (
 from marglik.data.batches import split_batches
 from marglik.data.splits import tensors_in
 from marglik.posterior.posterior import Layers, Posterior
-from marglik.posterior.posterior_file import load_posterior
+from marglik.posterior_file import load_posterior
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Calibration, Prediction, predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics, out_of_distribution_metrics

@@ -14,7 +14,7 @@ from marglik.data.batches import split_batches
 from marglik.data.out_of_distribution import out_of_distribution_images
 from marglik.data.record import as_trained, data_to_evaluate, is_held_out, is_own_test, num_seen
 from marglik.posterior.posterior import Posterior
-from marglik.posterior.posterior_file import load_posterior
+from marglik.posterior_file import load_posterior
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.evaluation import evaluate, predictives_of

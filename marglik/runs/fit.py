@@ -11,8 +11,8 @@ from marglik.data.batches import split_batches
 from marglik.data.record import data_record
 from marglik.post_hoc import maximize_evidence
 from marglik.posterior.posterior import Layers, Posterior, last_layer
-from marglik.posterior.posterior_file import save_posterior
 from marglik.posterior.prior import PriorGroups
+from marglik.posterior_file import save_posterior
 from marglik.prediction.calibration import calibrations_of
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.records import Evaluation

@@ -14,7 +14,7 @@ from kfac_backend.likelihoods import Likelihood
 from marglik.data.encoding import TableEncoding
 from marglik.data.splits import check_values
 from marglik.models import Standardised
-from marglik.posterior.posterior_file import load_posterior
+from marglik.posterior_file import load_posterior
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 from marglik.runs.build import device_of

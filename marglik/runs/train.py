@@ -11,7 +11,7 @@ from torch import nn
 
 from marglik.data.record import data_record
 from marglik.data.splits import DataSource
-from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.posterior_file import load_posterior, save_posterior
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.records import Results

@@ -6,8 +6,8 @@ from torch.testing import assert_close
 
 from marglik import KronLaplace
 from marglik.cli import main
-from marglik.posterior.posterior_file import load_posterior, save_posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
+from marglik.posterior_file import load_posterior, save_posterior
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 from marglik.records import to_json

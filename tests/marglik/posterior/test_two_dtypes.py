@@ -12,7 +12,7 @@ from kfac_backend.optimizer import KFAC
 from marglik import PriorLearner
 from marglik.laplace import Laplace
 from marglik.posterior.posterior import Posterior
-from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.posterior_file import load_posterior, save_posterior
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 from tests.random_numbers import normal
 

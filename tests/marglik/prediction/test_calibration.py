@@ -10,7 +10,7 @@ from scipy import stats
 from torch.testing import assert_close
 
 from kfac_backend.likelihoods import Classification, Regression, likelihood_of
-from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.posterior_file import load_posterior, save_posterior
 from marglik.prediction import calibration
 from marglik.prediction.calibration import (
     FEWEST_TERMS,

@@ -10,7 +10,7 @@ from marglik.cli import main
 from marglik.data import DataSource
 from marglik.data.batches import split_batches
 from marglik.models import MLP
-from marglik.posterior.posterior_file import load_posterior, save_posterior
+from marglik.posterior_file import load_posterior, save_posterior
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig
 from marglik.specification import build_from_spec

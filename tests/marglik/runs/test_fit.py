@@ -14,7 +14,7 @@ from marglik.data.batches import split_batches
 from marglik.models import MLP, Standardised
 from marglik.post_hoc import maximize_evidence
 from marglik.posterior.posterior import Posterior
-from marglik.posterior.posterior_file import load_posterior
+from marglik.posterior_file import load_posterior
 from marglik.specification import build_from_spec
 from marglik.storage.model_state import load_pretrained, tensors_of
 from marglik.storage.run_folder import read_posterior

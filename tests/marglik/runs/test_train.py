@@ -20,7 +20,7 @@ from marglik.cli import main
 from marglik.data import Digits, Splits
 from marglik.data.batches import split_batches
 from marglik.models import MLP
-from marglik.posterior.posterior_file import load_posterior
+from marglik.posterior_file import load_posterior
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.links import CalibrationFit
 from marglik.runs import trainings

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
 
+import marglik.laplace
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace, Posterior, load_posterior, save_posterior
 from marglik.storage.run_folder import POSTERIOR
@@ -48,6 +49,30 @@ def test_round_trip(case, tmp_path):
     if case != "classification":
         plain, _ = fitted(laplace.likelihood.name) if len(CASES[case]) > 1 else fitted()
         assert plain.log_marginal_likelihood() != laplace.log_marginal_likelihood()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("KronLaplace", {}),
+        ("KronLLLaplace", {}),
+        ("KronLLLaplace", {"last_layer_name": "0"}),
+        ("SubnetLaplace", {"subnetwork_indices": ["0.weight", "6"]}),
+    ],
+)
+def test_the_class_that_was_saved_is_loaded(name, more, tmp_path):
+    (x, y), made = data("classification"), getattr(marglik.laplace, name)
+    la = made(network(), "classification", prior_precision=0.7, **more)
+    la.fit([(x, y)])
+    save_posterior(la, tmp_path, frozen=True)
+    loaded = load_posterior(tmp_path, network(seed=5))
+    assert type(loaded) is made and loaded.n_params == la.n_params
+    assert torch.equal(loaded(x), la(x))
+    assert torch.equal(loaded.log_marginal_likelihood(), la.log_marginal_likelihood())
+    plain = Posterior(la.model, "classification")  # negative control
+    plain.fit([(x, y)])
+    save_posterior(plain, tmp_path, frozen=True)
+    assert type(load_posterior(tmp_path, network(seed=5))) is Posterior
 
 
 OPTIONS = {

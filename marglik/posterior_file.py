@@ -21,6 +21,7 @@ from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.sharding import check_whole
+from marglik.laplace import Laplace, ParametricLaplace
 from marglik.posterior.posterior import Posterior
 from marglik.specification import build_from_spec
 from marglik.storage.model_state import (
@@ -58,9 +59,10 @@ def save_posterior(
         model: how to build the network, ``{"class_path": ..., "init_args": {...}}``; without it,
             loading needs the network as an argument.
         data: what the posterior was fitted to, see `marglik.data.record`.
-        frozen: whether frozen parameters are written, too. Without them, loading needs a network
-            that has them already, and compares their sum. By default they are written only if
-            ``model`` is given: a network that is built from it has random ones.
+        frozen: whether parameters without a posterior are written, too, such as the other layers of
+            a last-layer `Laplace`. Without them, loading needs a network that has them already, and
+            compares their sum. By default they are written only if ``model`` is given: a network
+            that is built from it has random ones.
 
     Raises:
         AttributeError: a posterior that is not fitted.
@@ -77,6 +79,7 @@ def save_posterior(
     delta = laplace.prior_precision.expand(len(names))
     record: dict[str, Any] = {
         "likelihood": str(laplace.likelihood),
+        "laplace": laplace.saved_subset if isinstance(laplace, ParametricLaplace) else None,
         "num_data": factors.num_data,
         "sample_size": laplace.sample_size,
         "num_outputs": factors.num_outputs,
@@ -113,6 +116,8 @@ def load_posterior(
 ) -> Posterior:
     """The posterior that `save_posterior` wrote, of a network of the same architecture.
 
+    It has the class that was saved: a `Posterior`, or one of the classes of `Laplace`.
+
     Args:
         folder: the folder that `save_posterior` wrote to.
         model: the network, into which the saved parameters are loaded. Parameters without a
@@ -138,9 +143,8 @@ def load_posterior(
     device = next(model.parameters()).device
     # The names in this network, of which torch.compile may have wrapped another part.
     own = {_plain(name): name for name in model.state_dict()}
-    delta: dict[str, float] = {
-        own.get(name, name): value for name, value in record["prior_precision"].items()
-    }
+    saved_delta: dict[str, float] = record["prior_precision"]
+    delta = {own.get(name, name): value for name, value in saved_delta.items()}
     frozen_sum = record["frozen_sha256"]
     base = tensors_of_others(model, delta) if frozen_sum else {}
     path = Path(folder) / MODEL
@@ -159,17 +163,47 @@ def load_posterior(
         p.requires_grad_(name in delta)
     factors = KroneckerFactors.load(Path(folder) / FACTORS, device)
     factors = _renamed(factors, lambda name: own.get(name, name))
-    laplace = Posterior(
-        model,
-        record["likelihood"],
-        CurvatureOptions(**record["curvature"]),
-        prior_precision=torch.tensor(list(delta.values()), dtype=torch.float64),
-        sigma_noise=record["sigma_noise"],
-        temperature=record["temperature"],
-    )
+    numbers: dict[str, Any] = {
+        "options": CurvatureOptions(**record["curvature"]),
+        "prior_precision": torch.tensor(list(delta.values()), dtype=torch.float64),
+        "sigma_noise": record["sigma_noise"],
+        "temperature": record["temperature"],
+    }
+    subset = record.get("laplace")
+    if subset is None:
+        laplace = Posterior(model, record["likelihood"], **numbers)
+    else:
+        laplace = _laplace(model, record["likelihood"], subset, [*delta], numbers)
     laplace.restore(factors, record["sample_size"])
     laplace.calibrations = record["calibrations"]
     return laplace
+
+
+def _laplace(
+    model: nn.Module,
+    likelihood: str,
+    subset: dict[str, Any],
+    names: list[str],
+    numbers: dict[str, Any],
+) -> ParametricLaplace:
+    """A `Laplace` of the saved subset of a network's weights.
+
+    Args:
+        model: the network, with the saved parameters.
+        likelihood: its name with options.
+        subset: see `ParametricLaplace.saved_subset`.
+        names: the parameters that have a posterior.
+        numbers: the other arguments of `Laplace`.
+    """
+    if subset["is_reward"]:
+        likelihood = "reward_modeling"
+    subset_of_weights = subset["subset_of_weights"]
+    if subset_of_weights == "subnetwork":
+        numbers |= {"subnetwork_indices": names}
+    if subset_of_weights == "last_layer":
+        modules = {_plain(name): name for name, _ in model.named_modules()}
+        numbers |= {"last_layer_name": modules[subset["last_layer_name"]]}
+    return Laplace(model, likelihood, subset_of_weights, "kron", **numbers)
 
 
 def _plain(name: str) -> str:
