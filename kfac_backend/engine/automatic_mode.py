@@ -18,7 +18,7 @@ for some examples of the first batch; layers that no positions share have the sa
 
 from collections.abc import Mapping, Sequence
 from glob import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -35,9 +35,6 @@ from kfac_backend.likelihoods import Likelihood, check_targets
 from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
 
-if TYPE_CHECKING:
-    from kfac_backend.engine.driver import Driver
-
 EXAMPLES = 8
 """Examples of the first batch that decide."""
 
@@ -50,27 +47,52 @@ def automatic_mode(num_dimensions: int) -> Mode:
     return "expand" if num_dimensions > 2 else "reduce"
 
 
-def mode_of_first_batches(
-    driver: "Driver", x: Any = None, y: Tensor | None = None, mask: Tensor | None = None
-) -> KfacApprox:
-    """The mode by the first batch of each rank, None of a rank without data; collective.
+ModeAndTraces = tuple[Mode, Mapping[str, Float[Tensor, "3"]]]
+"""The mode by a rank's outputs, and the traces of its layers' blocks if that is reduce."""
 
-    "auto" if no rank has data. A mask says which positions count.
+
+def mode_and_traces(
+    model: nn.Module,
+    assignment: RuleAssignment,
+    likelihood: Likelihood,
+    x: Any,
+    y: Tensor,
+    mask: Tensor | None,
+    *,
+    num_dimensions: int,
+    splits: bool,
+) -> ModeAndTraces:
+    """What a rank's first batch says about the mode.
+
+    Args:
+        model: the model.
+        assignment: its tracked layers.
+        likelihood: of the targets.
+        x: the inputs.
+        y: the targets.
+        mask: which positions count.
+        num_dimensions: the number of the outputs' axes.
+        splits: whether a few of the examples may run alone.
     """
-    decision, proof, model = None, driver.proof, driver.model
-    if y is not None:
-        mode, traces = automatic_mode(proof.output_dim), {}
-        if mode == "reduce":
-            # All of them where the model needs a whole batch, of which the first decide, too.
-            if proof.batch.splits:
-                first = slice(EXAMPLES)
-                x, y, mask = examples(x, first), y[first], None if mask is None else mask[first]
-            # Dropout that is on must not use up the user's random numbers.
-            no_autocast = torch.autocast(driver.device.type, enabled=False)
-            with forked_random_numbers(model), no_autocast, counted_positions(mask):
-                traces = block_traces(model, proof.assignment, driver.task.likelihood, x, y)
-        decision = mode, traces
-    decisions = [of_rank for of_rank in driver.ranks.gather(decision) if of_rank]
+    mode = automatic_mode(num_dimensions)
+    if mode == "expand":
+        return mode, {}
+    # All of them where the model needs a whole batch, of which the first decide, too.
+    if splits:
+        first = slice(EXAMPLES)
+        x, y, mask = examples(x, first), y[first], None if mask is None else mask[first]
+    # Dropout that is on must not use up the user's random numbers.
+    no_autocast = torch.autocast(next(model.parameters()).device.type, enabled=False)
+    with forked_random_numbers(model), no_autocast, counted_positions(mask):
+        return mode, block_traces(model, assignment, likelihood, x, y)
+
+
+def common_mode(of_ranks: Sequence[ModeAndTraces | None]) -> KfacApprox:
+    """The mode by the first batch of each rank, None of a rank without data.
+
+    "auto" if no rank has data.
+    """
+    decisions = [of_rank for of_rank in of_ranks if of_rank]
     if not decisions:
         return "auto"
     mode = decisions[0][0]

@@ -21,7 +21,7 @@ weights' gradients out.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,6 +58,8 @@ class Sink:
     in_training: bool = False
     """Whether it is told of a step of training: `Capture.begin` is called, and the training makes
     the forward pass, whose graph stays for its backward pass."""
+    keeps_graph: bool = False
+    """Whether the graph in front of the first layers stays, down to what requires a gradient."""
     differentiable: bool = False
     """Whether inputs, gradients and outputs keep their graphs in the model's input, which must
     require a gradient."""
@@ -176,8 +178,6 @@ class RunRecord:
     """(Layer, number of a run from which a gradient must come) -> whether one has come."""
     examples: dict[TrackedLayer, set[int]] = field(default_factory=dict)
     """How many examples the rows of a layer's runs belong to."""
-    has_row_groups: bool = False
-    """Whether rows were taken for several of each example."""
     rows: set[tuple[TrackedLayer, int]] = field(default_factory=set)
     """How many rows each example has in layers with several, if these follow one another."""
     not_divisible: list[TrackedLayer] = field(default_factory=list)
@@ -333,8 +333,6 @@ class Capture:
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
                 f = call_with(self.model, self._constants | copies | watched, x)
-            if follower is not None and follower.has_row_groups:
-                self.runs.has_row_groups = True
         if self.assignment.runs:
             self.runs.check_number(self.assignment)
         return f
@@ -349,8 +347,6 @@ class Capture:
         for divided in self.assignment.divided:
             divided.by_parts.num_examples = N
             divided.by_parts.differentiable = self.sink.differentiable
-            if divided.by_parts.has_row_groups:
-                self.runs.has_row_groups = True
         copies = {}
         for tracked in self.assignment.own_parameters:
             if N is None:
@@ -367,8 +363,15 @@ class Capture:
             copies[name] = self._with_hook(copy, tracked, use)
         return copies
 
-    def backward(self, f: Tensor, vectors: Iterable[Tensor]) -> None:
-        """Propagate each vector (in the shape of f) back from f."""
+    def backward(
+        self, f: Tensor, vectors: Iterable[Tensor], leaves: Sequence[Tensor] = ()
+    ) -> Sequence[Tensor | None]:
+        """Propagate each vector (in the shape of f) back from f.
+
+        Returns:
+            The last vector's gradients in some leaves.
+        """
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
         self.listens = True
         # In training all hooks are removed now.
         if not (self._runs_backward or self.sink.in_training):
@@ -382,10 +385,11 @@ class Capture:
         # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
         # and stops at the first tracked layers; the hooks see the gradients in all later outputs as
         # they pass. What it returns, the sources' own gradients, was reported in the same way.
+        ends = [*leaves, *self.sources.ends]
         for vector in vectors:
-            torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 f,
-                self.sources.ends,
+                ends,
                 vector.to(f.dtype),
                 retain_graph=True,
                 create_graph=self.sink.differentiable,
@@ -399,6 +403,7 @@ class Capture:
         # What is propagated back later is no vector: a training's own gradients, or those of what
         # was computed from these gradients.
         self.listens = False
+        return gradients[: len(leaves)]
 
     def report_input(self, tracked: TrackedLayer, use: Use) -> None:
         """Hand a use's input to the sink, and note how many examples its rows belong to."""
@@ -439,6 +444,10 @@ class Capture:
             self.follower.inside.remove(tracked)
         a = tracked.rule.input_of(args, kwargs)
         check_run(self.model, tracked, a)
+        if not isinstance(output, Tensor):
+            raise UnexpectedRun(
+                tracked, f"Layer {tracked} returned {type(output).__name__}, and not a tensor."
+            )
         if not self.sink.differentiable:
             a = a.detach()
         # Step 1: what this run works on, as the proof has found.
@@ -465,9 +474,8 @@ class Capture:
             if (number_of_all := a.numel() // max(features, 1)) > N:
                 record.unmasked[str(tracked)] = number_of_all
         # Not within a mask of positions: it would have to be grouped in the same way.
-        if kind == "several" and declared is None and N:
+        if kind == "consecutive" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
-            record.has_row_groups = True
             record.rows.add((tracked, len(a) // N))
             if len(a) % N:
                 record.not_divisible.append(tracked)
@@ -505,7 +513,8 @@ class Capture:
                 torch.ops.aten._unsafe_view(output, output.shape) if is_linear else output.clone()
             )
         # A first layer's output becomes a source; later ones are reached through the graph.
-        keeps_graph = self.sink.in_training or (self.sink.differentiable and output.requires_grad)
+        keeps_graph = self.sink.differentiable or self.sink.keeps_graph
+        keeps_graph = self.sink.in_training or (keeps_graph and output.requires_grad)
         output = self.sources.reach(output, keeps_graph=keeps_graph)
         # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
         # keeps no layer's input, so an input that is modified in place must be noticed here.
@@ -532,6 +541,14 @@ class Capture:
 
         output.register_hook(on_gradient)
         return output
+
+
+class UnexpectedRun(TypeError):
+    """A layer's input or output is not that of its class."""
+
+    def __init__(self, tracked: TrackedLayer, message: str) -> None:
+        super().__init__(message)
+        self.tracked = tracked
 
 
 def layer_hooks(
@@ -578,9 +595,10 @@ def check_run(model: nn.Module, tracked: TrackedLayer, a: Tensor) -> None:
         way_out = "x.float() / 255 for images in uint8"
         if tracked.rule.takes_integers:
             needs, way_out = "integers", "tokens.long() for tokens' numbers"
-        raise TypeError(
+        raise UnexpectedRun(
+            tracked,
             f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
-            f"Convert the data, for example {way_out}."
+            f"Convert the data, for example {way_out}.",
         )
     if torch._C._functorch.is_functorch_wrapped_tensor(a):  # pyright: ignore
         raise NotImplementedError(

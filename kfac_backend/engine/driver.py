@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_backend.engine.automatic_mode import common_mode, mode_and_traces
 from kfac_backend.engine.batches import (
     detached,
     each_batch,
@@ -60,7 +61,7 @@ class PassState:
     num_data: int = 0
     num_batches: int = 0
     num_outputs: int = 0
-    weights: dict[str, Tensor] | None = None
+    constants: dict[str, Tensor] | None = None
     """Convolutions' weights in the memory format that is faster; None until the first batch, with
     which the sink starts, too."""
     failed: bool = False
@@ -157,7 +158,7 @@ class Driver:
         pairs = (split_batch(batch, self.options) for batch in batches)
         if self.ranks.size > 1:
             pairs = (pair for pair in pairs if not has_no_examples(pair[1]))
-        for x, y in self.sharded.in_step(pairs) if self.sharded else pairs:
+        for x, y in self.sharded.with_other_ranks(pairs) if self.sharded else pairs:
             self.add(x, y)
 
     def add(self, x: Any, y: Any) -> None:
@@ -205,9 +206,7 @@ class Driver:
         state.failed = bool(state.num_data)
         state.checks.read()
         if self.kfac_approx == "auto":  # no batch of this rank has decided it
-            from kfac_backend.engine.automatic_mode import mode_of_first_batches
-
-            self.kfac_approx = mode_of_first_batches(self)
+            self.kfac_approx = common_mode(self.ranks.gather(None))
         blocks, others = self.sink.sums() if state.num_data else ({}, {})
         sums = PassSums(
             blocks, others, self.kfac_approx,
@@ -221,7 +220,7 @@ class Driver:
             if self.fisher.draws:  # so that the next pass draws other labels
                 common = _common_generator(self.generator, self.device)
                 torch.rand((), generator=common, device=common.device)
-        state.is_over, state.weights = True, None
+        state.is_over, state.constants = True, None
         return sums
 
     def _go_on(self) -> None:
@@ -255,10 +254,12 @@ class Driver:
                 counted = None if counted is None else counted[index]
             self.proof.make_for_masks(some, its_mask, counted)
         if self.kfac_approx == "auto":
-            # Loaded only where the mode is not given.
-            from kfac_backend.engine.automatic_mode import mode_of_first_batches
-
-            self.kfac_approx = mode_of_first_batches(self, x, y, mask)
+            proof = self.proof
+            of_this_rank = mode_and_traces(
+                self.model, proof.assignment, self.task.likelihood, x, y, mask,
+                num_dimensions=proof.output_dim, splits=proof.batch.splits,
+            )  # fmt: skip
+            self.kfac_approx = common_mode(self.ranks.gather(of_this_rank))
         return y
 
     # ---- One batch, step by step.
@@ -269,13 +270,14 @@ class Driver:
         The sink starts with the first batch of a pass.
         """
         proof, in_training = self.proof, self.sink.in_training
-        if self.state.weights is None:
+        if self.state.constants is None:
             self.sink.start(proof.assignment, self.kfac_approx)
             in_format = proof.batch.channels_last and not in_training
-            self.state.weights = in_channels_last(self.model) if in_format else {}
+            self.state.constants = in_channels_last(self.model) if in_format else {}
+        arithmetic = partial(self.arithmetic.of_sums, in_training)
         return Capture(
             self.model, proof.assignment, self.sink,
-            constants=self.state.weights, arithmetic=partial(self.arithmetic.of_sums, in_training),
+            constants=self.state.constants, arithmetic=arithmetic,
         )  # fmt: skip
 
     def propagate(self, capture: Capture, f: Tensor, y: Tensor) -> None:

@@ -69,7 +69,7 @@ def preserve_state(*modules: nn.Module) -> Iterator[None]:
         restore()
 
 
-def attempt(trial: Callable[[], T]) -> T | Exception:
+def try_twice(trial: Callable[[], T]) -> T | Exception:
     """What a trial of a model returns, or the error by which the model refuses to run so.
 
     A model may be unable to run on fewer examples, or on tensors of other shapes, and fail in any
@@ -189,7 +189,7 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
             return _called(model, {}, ({**args[0], "labels": y.clone()},), kwargs)
         return _called(model, {}, args, {**kwargs, "labels": y.clone()})
 
-    output = attempt(trial)
+    output = try_twice(trial)
     if isinstance(output, Exception):
         if argument_names(model)[1]:
             return None  # a wrapper, of a model that takes no labels
@@ -394,13 +394,13 @@ def try_batch(model: nn.Module, x: Any, N: int | None) -> BatchTrial:
             weights = in_channels_last(model) if on_cpu else {}
             channels_last = False
             if weights:
-                f = attempt(lambda: call_with(model, weights, ends))
+                f = try_twice(lambda: call_with(model, weights, ends))
                 channels_last = not isinstance(f, Exception) and close(both, f)
         splits = len(alone) == len(both) == 2 and all(
             close(both[k : k + 1], f) for k, f in enumerate(alone)
         )
         return BatchTrial(splits, channels_last)
 
-    tried = attempt(trial)
+    tried = try_twice(trial)
     # A model that needs a whole batch gets one. If it fails on that, too, the pass says why.
     return BatchTrial() if isinstance(tried, Exception) else tried

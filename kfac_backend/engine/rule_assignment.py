@@ -121,7 +121,7 @@ class RuleAssignment:
     """All parameters that get a block, in the order of ``model.named_parameters()``."""
     runs: Mapping[nn.Module, tuple[Run, ...]] = field(default_factory=dict)
     """Layer -> the kinds of its runs in a forward pass, in their order. A layer that is missing has
-    only runs on rows of examples. See `proof.find_runs`."""
+    only runs on rows of examples. See `candidates`."""
     unknown: Mapping[str, str] = field(default_factory=dict)
     """Parameters without a rule -> the message if their uses cannot be followed."""
     operations: Operations = field(default_factory=Operations)
@@ -289,7 +289,7 @@ def assign_rules(
     covered = {full for t in layers + own_parameters for full in t.parameters.values()}
     # A tensor that a layer with a rule has, too, is covered there. A second name for it, as heads
     # of masked language models have for their output layer's bias, is no further use; should the
-    # tensor be used under that name, `verify_uses` notices.
+    # tensor be used under that name, the check notices.
     without_rule = [missed for missed in without_rule if missed[2] not in covered]
     unknown = {name: _no_rule(prefix, module, name) for prefix, module, name in without_rule}
     return RuleAssignment(

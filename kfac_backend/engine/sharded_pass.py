@@ -6,22 +6,36 @@ batches runs along. They prepare on the same examples, a few of each rank that m
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from kfac_backend.engine.batches import detached, examples, splits_by_example
 from kfac_backend.engine.capture import Capture
-from kfac_backend.engine.proof import MOST_EXAMPLES
+from kfac_backend.engine.proof import MOST_EXAMPLES, Proof
 from kfac_backend.engine.rule_assignment import TrackedLayer
+from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import counted_terms
+from kfac_backend.options import KfacApprox
 from kfac_backend.precision import full_float32
+from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import ranks_of_model, resharded
 
-if TYPE_CHECKING:
-    from kfac_backend.engine.driver import Driver
+
+class Preparing(Protocol):
+    """A driver, as far as ranks prepare together."""
+
+    model: nn.Module
+    device: torch.device
+    ranks: Ranks
+    task: Task
+    proof: Proof
+    kfac_approx: KfacApprox
+
+    def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
+        """A batch's targets; the first batches make the proof, and decide the mode, for all."""
 
 
 class ShardedPass:
@@ -31,7 +45,7 @@ class ShardedPass:
         driver: this rank's.
     """
 
-    def __init__(self, driver: "Driver") -> None:
+    def __init__(self, driver: Preparing) -> None:
         self._driver = driver
         # An input and targets that all ranks have, for one without a batch.
         self._common: tuple[Any, Any] | None = None
@@ -58,7 +72,7 @@ class ShardedPass:
                 "data. All run it together: pass process_group='default'."
             )
 
-    def in_step(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def with_other_ranks(self, batches: Iterable[Any]) -> Iterator[Any]:
         """This rank's batches; in between it runs along with the others' batches."""
         for batch in self._driver.ranks.in_step(batches, self._driver.device):
             if batch is None:

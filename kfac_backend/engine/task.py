@@ -14,12 +14,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from kfac_backend.engine.batches import detached, examples, splits_by_example
 from kfac_backend.engine.model_calls import (
-    attempt,
     call_with,
     forked_random_numbers,
     own_loss,
     preserve_state,
     takes_labels,
+    try_twice,
 )
 from kfac_backend.likelihoods import (
     IGNORED,
@@ -191,7 +191,7 @@ class Task:
             with preserve_state(model), forked_random_numbers(model), torch.no_grad():
                 return _run_with_axis(model, detached(x, next(model.parameters()).device))
 
-        result = attempt(run)
+        result = try_twice(run)
         if isinstance(result, Exception):
             return  # reported in the pass itself
         f, is_last = result
@@ -282,7 +282,7 @@ class Task:
         with torch.no_grad(), forked_random_numbers(model):
             # Without labels first, to check these: on a GPU, a label out of range inside the
             # model's own loss would end the process.
-            if isinstance(attempt(fits), Exception):
+            if isinstance(try_twice(fits), Exception):
                 return None  # reported by name, in the pass itself
             own_output = own_loss(model, x, y)
         if own_output is None:

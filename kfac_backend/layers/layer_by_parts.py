@@ -140,9 +140,6 @@ class LayerByParts(ABC):
     is_checked = True
     """Whether that proof is made; it is not needed where ``forward`` calls the layer's own."""
 
-    has_row_groups = False
-    """Whether ``forward`` tells by `num_examples` which rows are an example's: to be proved."""
-
     num_examples: int | None = None
     """N of the batch that runs in a pass, as far as it is known."""
 

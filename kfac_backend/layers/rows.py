@@ -103,11 +103,11 @@ class SharedAxes:
         return x.expand(N, *x.shape[1:]) if self.with_first else x.expand(N, *x.shape)
 
 
-Run = SharedAxes | Literal["examples", "several", "followed", "constant"]
+Run = SharedAxes | Literal["examples", "consecutive", "followed", "constant"]
 """What one run of a layer works on.
 
 - "examples": one row for each example, or rows whose examples are declared;
-- "several": several rows for each example, one after the other, as the windows of an image;
+- "consecutive": several rows for each example, one after the other, as the windows of an image;
 - `SharedAxes`: an input that all examples share; its output is copied for each example;
 - "followed": the same, but its output must be followed to where it meets the examples;
 - "constant": no derivative passes through its output (it is detached, or not used).

@@ -13,10 +13,10 @@ from kfac_backend.engine.batches import examples
 from kfac_backend.engine.capture import Capture
 from kfac_backend.engine.model_calls import (
     DtypesInUse,
-    attempt,
     close,
     forked_random_numbers,
     is_out_of_memory,
+    try_twice,
 )
 from kfac_backend.engine.operations.follower import (
     PRODUCTS,
@@ -56,7 +56,7 @@ def follow(
         x: some examples.
         candidates: the parameters to follow -> the message if that fails.
         shared: the same for parameters of layers that run once for all examples and whose output is
-            followed, see `find_runs`.
+            followed, see `candidates`.
 
     Raises:
         Refusal: parameters that cannot be followed.
@@ -78,7 +78,7 @@ def follow(
         one = run(RecordShapes, [0])
         return run(partial(ClassifyOperations, shapes=one.shapes, model=model), [0, 0])
 
-    tried = attempt(trial)
+    tried = try_twice(trial)
     if isinstance(tried, Exception):
         raise Refusal(errors) from tried
     layer_tuples = [kind for kind in operations.kinds.values() if isinstance(kind, tuple)]
@@ -98,12 +98,12 @@ def follow(
     # Weights became layers of their own in the second run, beside those that hooks see; the rest
     # meets examples by broadcasting, and has the exact block of an elementwise parameter.
     broadcast = {name: t for name, t in operations.own.items() if name not in of_layers}
-    several_rows = {t.layer: ("several",) for t in tried.several_rows}
+    consecutive_rows = {t.layer: ("consecutive",) for t in tried.consecutive_rows}
     return replace(
         assignment,
         layers=assignment.layers + layers,
         operations=replace(operations, own=broadcast),
-        runs={**assignment.runs, **several_rows},
+        runs={**assignment.runs, **consecutive_rows},
     )
 
 
@@ -158,7 +158,7 @@ class ClassifyOperations(Follower):
         """Name -> why it cannot be followed."""
         self.copied: set[str] = set()
         """The names of the parameters that were copied for each row."""
-        self.several_rows: set[TrackedLayer] = set()
+        self.consecutive_rows: set[TrackedLayer] = set()
         """Layers that got several rows of each example."""
 
     def _run(self, call: Call) -> Any:
@@ -259,7 +259,7 @@ class ClassifyOperations(Follower):
         if not isinstance(layers, tuple):
             layers = self._new_layer(call, use)
         if shape[0] > 2:
-            self.several_rows.add(self._in_stack(layers, use))
+            self.consecutive_rows.add(self._in_stack(layers, use))
         return layers
 
     def _new_layer(self, call: Call, use: WeightUse) -> tuple[TrackedLayer, ...]:

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples, num_examples
 from kfac_backend.engine.capture import Sink
-from kfac_backend.engine.model_calls import attempt, call_with, close, forked_random_numbers
+from kfac_backend.engine.model_calls import (
+    call_with,
+    close,
+    forked_random_numbers,
+    try_twice,
+)
 
 ENTRIES = 2**24
 """Of all gradients that are held at a time, at most."""
@@ -110,7 +115,7 @@ def _mapped(
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             return torch.func.vmap(of_example)(x, vectors)
 
-    mapped = attempt(trial)  # loops that depend on values, models of whole batches
+    mapped = try_twice(trial)  # loops that depend on values, models of whole batches
     return None if isinstance(mapped, Exception) else mapped
 
 
@@ -121,7 +126,7 @@ def _output(model: nn.Module, leaves: dict[str, Tensor], x: Any) -> Tensor | Non
         with torch.enable_grad(), forked_random_numbers(model):
             return call_with(model, leaves, x)
 
-    f = attempt(trial)
+    f = try_twice(trial)
     return None if isinstance(f, Exception) else f
 
 

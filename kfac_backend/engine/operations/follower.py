@@ -29,7 +29,7 @@ there. Its expressions live as long as the forward pass and its backward passes.
 is not found is an error.
 
 An operation is identified by what it is made of and not by its place in the forward pass, so that a
-loop may run longer in another batch. What is found is a hypothesis: `proof.verify_gradients`
+loop may run longer in another batch. What is found is a hypothesis: `comparison.compare`
 compares the model's output and the gradients before a pass uses it.
 """
 
@@ -170,8 +170,6 @@ class Follower(TorchFunctionMode):
         self._recorder, self._operations = recorder, assignment.operations
         self._num_examples = num_examples
         self._once = {layer for layer, kinds in assignment.runs.items() if "followed" in kinds}
-        self.has_row_groups = False
-        """Whether several rows were taken for those of one example."""
         self._expressions: dict[int, Expression] = {}  # by the id of the value
         self._roots: dict[int, str] = {}  # id of a parameter's value -> its name
         self.inside: list[TrackedLayer] = []
@@ -342,7 +340,6 @@ class Follower(TorchFunctionMode):
                     "examples; say which example each row belongs to (examples_of_rows), or freeze "
                     "them (requires_grad_(False))."
                 )
-        self.has_row_groups |= rows_of_each > 1
         # The copies are a leaf of their own: in the expression autograd would sum the gradient over
         # all rows; in the copies row m has its own.
         # Expanded, not copied: one piece of memory serves all rows.

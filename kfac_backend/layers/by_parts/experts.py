@@ -23,8 +23,6 @@ class ExpertsByParts(LayerByParts):
     Such a layer gets the positions of all examples, one behind the other, (M, d).
     """
 
-    has_row_groups = True
-
     def parts(self, layer: Any) -> dict[str, LinearPart]:
         """The two maps of each expert: into its gates, and back."""
         kind, E = TransposedPart if layer.is_transposed else LinearPart, layer.num_experts

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.engine.model_calls import attempt, call_with
+from kfac_backend.engine.model_calls import call_with, try_twice
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import Model, OwnNorm
@@ -242,8 +242,8 @@ def test_an_error_that_comes_once_decides_nothing(outcomes, returned, raised):
         return outcome
 
     if raised is None:
-        assert attempt(trial) is returned
+        assert try_twice(trial) is returned
     else:
         with pytest.raises(type(raised), match=str(raised)):
-            attempt(trial)
+            try_twice(trial)
     assert not list(left)

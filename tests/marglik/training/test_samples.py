@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from kfac_backend import CurvatureOptions
-from kfac_backend.engine import automatic_mode
+from kfac_backend.engine import driver
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
@@ -359,13 +359,13 @@ def test_passes_over_samples_prove_once_and_the_last_one_again():
 
 
 def test_samples_take_the_modes_of_the_first_update_also_after_a_resume(monkeypatch):
-    decisions, decide = [], automatic_mode.mode_of_first_batches
+    decisions, decide = [], driver.mode_and_traces
 
     def counted(*args, **keywords):
         decisions.append(1)
         return decide(*args, **keywords)
 
-    monkeypatch.setattr(automatic_mode, "mode_of_first_batches", counted)
+    monkeypatch.setattr(driver, "mode_and_traces", counted)
 
     def run(saved=None, epochs=3):
         decisions.clear()

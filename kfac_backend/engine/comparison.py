@@ -1,0 +1,309 @@
+"""One comparison of what the hooks of `capture` see with autograd, on a few examples.
+
+It takes random gradients u of the outputs, and a coefficient c_n for each example:
+
+- Backward pass 1, with u. The gradients Σ b aᵀ by the rules must equal autograd's: then every use
+  of a parameter is seen, and every rule computes what its layer does.
+- Backward pass 2, with c_n u_n. Each row's b must be c_n times that of pass 1: then the row belongs
+  to example n, and no examples mix.
+
+Both are linear in u, so that equality at random values is equality.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_backend.engine.capture import Capture, RunRecord, Sink, check_run, layer_hooks
+from kfac_backend.engine.model_calls import (
+    DtypesInUse,
+    call_with,
+    close,
+    explicit_forwards,
+    forked_random_numbers,
+    is_out_of_memory,
+    noise_like,
+    try_twice,
+)
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.layers import Use
+from kfac_backend.layers.elementwise import OwnParameter
+from kfac_backend.layers.rows import SharedAxes
+from kfac_backend.layers.rule import summed_gradients
+from kfac_backend.precision import at_least_float32
+from kfac_backend.sharding import class_and_hooks, detached_parameters
+
+COEFFICIENTS = tuple(sign * 2.0**k for k in range(-2, 3) for sign in (1, -1))
+"""The coefficients c. Powers of two scale gradients without rounding, so that the comparison of
+rows is exact up to the order of sums."""
+
+
+@dataclass(eq=False)
+class _Gradients(Sink):
+    """Holds the gradient of each use, vector by vector."""
+
+    needs_inputs = True
+    keeps_graph: bool = False
+    by_vector: list[dict[tuple[TrackedLayer, Use], Tensor]] = field(default_factory=lambda: [{}])
+
+    def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
+        """Hold a copy, since autograd may reuse the memory."""
+        self.by_vector[-1][tracked, use] = b.detach().clone()
+
+    def vector_done(self) -> None:
+        """Begin with the next vector."""
+        self.by_vector.append({})
+
+
+@dataclass(eq=False)
+class Comparison:
+    """The result of a check."""
+
+    runs: RunRecord = field(default_factory=RunRecord)
+    """The layers' runs."""
+    output_dim: int = 0
+    """How many axes the model's output has."""
+    is_finite: bool = True
+    """Whether outputs and gradients show anything. If not, they are reported with the targets."""
+    is_other_output: bool = False
+    """Whether the model's output changes where copies or parts replace parameters or layers."""
+    error: Exception | None = None
+    """The error by which the model refuses them, if any."""
+    wrong: dict[str, float] = field(default_factory=dict)
+    """Parameters whose gradient by the rules is not autograd's -> the relative error."""
+    mixed: list[TrackedLayer] = field(default_factory=list)
+    """Layers with rows that belong to no example, or to another one than their place says."""
+    unknown: list[TrackedLayer] = field(default_factory=list)
+    """Layers whose rows belong to one example each, and it is not known to which."""
+    hidden: list[TrackedLayer] = field(default_factory=list)
+    """Layers with rows that do not count, and reach the output."""
+
+    @property
+    def has_constants(self) -> bool:
+        """Whether no vector has reached a run of a layer, and one has reached another run."""
+        return any("constant" in kinds for kinds in self.runs.kinds().values())
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all is proved, but for the examples of ``unknown`` layers' rows."""
+        return not (self.is_other_output or self.wrong or self.mixed or self.hidden)
+
+
+def compare(
+    model: nn.Module,
+    assignment: RuleAssignment,
+    x: Any,
+    counted: Tensor | None = None,
+    *,
+    own_forwards: bool = False,
+) -> Comparison:
+    """Compare what the hooks see with autograd, in one forward and two backward passes.
+
+    Where copies take the place of parameters, or, with ``own_forwards``, parts that of layers,
+    another forward pass without them gives the output and the gradients to compare with.
+
+    Args:
+        model: the model.
+        assignment: its layers. Parameters that none of them has are constants.
+        x: a few examples.
+        counted: (N, ...), the loss terms that count; None is all.
+        own_forwards: compare with layers' own forwards, where these run by parts.
+
+    Raises:
+        NotImplementedError: a run of a layer that hooks cannot follow.
+        UnexpectedRun: a layer whose input or output is not that of its class.
+    """
+    values = detached_parameters(model)
+    names = dict.fromkeys(name for t in assignment.all for name in t.parameters.values())
+    leaves = {name: values[name].requires_grad_() for name in names}
+    kinds = chain.from_iterable(assignment.runs.values())
+    is_replaced = bool(own_forwards or assignment.own_parameters or assignment.operations.names)
+    is_replaced |= any(isinstance(kind, SharedAxes) or kind == "followed" for kind in kinds)
+    sink = _Gradients(keeps_graph=not is_replaced)
+    capture = Capture(model, assignment, sink, constants=None if is_replaced else leaves)
+    expected = None
+
+    def forward() -> tuple[Tensor, float]:
+        with forked_random_numbers(model), DtypesInUse() as used:
+            return capture.forward(x), used.tolerance
+
+    # Step 1: the forward pass.
+    with torch.enable_grad():
+        if is_replaced:
+            forwards = _without_cudnn() if own_forwards else explicit_forwards(assignment)
+            with forwards, forked_random_numbers(model):
+                expected = call_with(model, leaves, x)
+        # Before a layer runs, since its own error would not name it.
+        with capture, layer_hooks(assignment, before=partial(_check_run, model)):
+            # With copies a forward may fail in any way.
+            result = try_twice(forward) if is_replaced else forward()
+            if isinstance(result, NotImplementedError):
+                raise result
+            if isinstance(result, Exception):
+                return Comparison(is_other_output=True, error=result)
+            f, tolerance = result
+            comparison = Comparison(capture.runs, f.dim())
+            if expected is not None and not close(expected.detach(), f.detach(), tolerance):
+                comparison.is_other_output = True
+                return comparison
+            comparison.is_finite = f.dim() > 1 and bool(torch.isfinite(f).all())
+            if not comparison.is_finite:
+                return comparison
+            # Step 2: the backward passes.
+            coefficients = _coefficients(len(f), f.device)
+            by_autograd = _propagate(capture, f, expected, leaves, counted, coefficients)
+    # Step 3: the comparison.
+    first, *others = sink.by_vector
+    comparison.is_finite = all(bool(torch.isfinite(b).all()) for b in first.values())
+    if comparison.is_finite:
+        comparison.wrong = _wrong_gradients(assignment, leaves, by_autograd, first, tolerance)
+        for (tracked, use), b in first.items():
+            for c, vector in zip(coefficients, others, strict=False):
+                other = vector.get((tracked, use), torch.zeros_like(b))
+                _check_rows(comparison, tracked, use, b, other, c, tolerance)
+    return comparison
+
+
+def _check_run(
+    model: nn.Module, tracked: TrackedLayer, _: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    check_run(model, tracked, tracked.rule.input_of(args, kwargs))
+
+
+def _propagate(
+    capture: Capture,
+    f: Tensor,
+    expected: Tensor | None,
+    leaves: dict[str, Tensor],
+    counted: Tensor | None,
+    coefficients: list[Tensor],
+) -> dict[str, Tensor | None]:
+    """Propagate u, and c u, back from the outputs f; returns autograd's gradients for u.
+
+    These are of ``expected``, the outputs of the model as it is, where it has a pass of its own.
+    """
+    parameters, gradients = list(leaves.values()), [None] * len(leaves)
+    # Random gradients: ones would cancel in a layer such as softmax, whose outputs have a constant
+    # sum. Terms that do not count propagate nothing back in the pass either. Labels that do not fit
+    # are reported by `check_targets`.
+    u = noise_like(f)
+    if counted is not None and counted.shape == f.shape[:-1]:
+        u = u * counted[..., None]
+    if expected is None:
+        gradients = capture.backward(f, [u], parameters)
+    else:
+        capture.backward(f, [u])
+        if leaves and expected.requires_grad:
+            gradients = torch.autograd.grad(expected, parameters, u, allow_unused=True)
+    capture.backward(f, (u * c.to(u).view(-1, *[1] * (f.dim() - 1)) for c in coefficients))
+    return dict(zip(leaves, gradients, strict=True))
+
+
+def _coefficients(N: int, device: torch.device) -> list[Tensor]:
+    """The coefficients of N examples; several for many, by the digits of the examples' numbers."""
+    number, coefficients = torch.arange(N), []
+    while not coefficients or number.any():
+        digit = number % len(COEFFICIENTS)
+        coefficients.append(torch.tensor(COEFFICIENTS)[digit].to(device))
+        number = number // len(COEFFICIENTS)
+    return coefficients
+
+
+def _wrong_gradients(
+    assignment: RuleAssignment,
+    leaves: dict[str, Tensor],
+    by_autograd: dict[str, Tensor | None],
+    gradients: dict[tuple[TrackedLayer, Use], Tensor],
+    tolerance: float,
+) -> dict[str, float]:
+    """The parameters whose gradient by the rules is not autograd's -> the relative error."""
+    rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.all}
+    wrong: dict[str, float] = {}
+    rest, scale = {}, dict.fromkeys(leaves, 0.0)
+    for name, g in by_autograd.items():
+        g = torch.zeros_like(leaves[name]) if g is None else g
+        rest[name] = (g.to_dense() if g.is_sparse else g.clone()).flatten()
+    norms = {name: float(g.norm()) for name, g in rest.items()}
+    # What autograd has, less each use's part of it.
+    for (tracked, use), b in gradients.items():
+        try:
+            by_rule = (
+                dict.fromkeys(tracked.parameters, b.sum(0).flatten())
+                if isinstance(tracked.layer, OwnParameter)
+                else summed_gradients(rules[tracked], use, b)
+            )
+        except (RuntimeError, ValueError, IndexError) as error:
+            is_own = class_and_hooks(tracked.layer)[0] is tracked.layer_type
+            if is_out_of_memory(error) or (isinstance(error, NotImplementedError) and is_own):
+                raise
+            # The rule is not for such inputs.
+            wrong |= dict.fromkeys(tracked.parameters.values(), torch.inf)
+            continue
+        size = 1.0 if not use.a.is_floating_point() else max(1.0, float(use.a.norm()))
+        for local, g in by_rule.items():
+            name = tracked.parameters[local]
+            slot, slots = tracked.slots.get(local, (0, 1))
+            part = rest[name].chunk(slots)[slot]
+            part -= g.to(part)
+            scale[name] += size * float(b.norm())
+    for name, difference in rest.items():
+        # The parts may cancel, as in the bias of attention's keys: then rounding is all there is.
+        largest = max(norms[name], 1e-3 * scale[name])
+        if not float(difference.norm()) <= tolerance * largest:
+            wrong.setdefault(name, float(difference.norm()) / max(largest, 1e-300))
+    return wrong
+
+
+def _check_rows(
+    comparison: Comparison,
+    tracked: TrackedLayer,
+    use: Use,
+    b: Tensor,
+    other: Tensor,
+    c: Tensor,
+    tolerance: float,
+) -> None:
+    """Note what is wrong with a use's rows, of gradients b for u and ``other`` for c_n u_n."""
+    b, other = (at_least_float32(g).reshape(len(g), -1) for g in (b, other))
+    c, is_unknown = c.to(b), False
+    if use.rows is not None:
+        counts = use.rows.index < use.rows.num_examples
+        if b[~counts].any():
+            _note(comparison.hidden, tracked)
+            return
+        if use.rows.num_examples != len(c):  # reported by the pass
+            return
+        c = torch.cat([c, c.new_zeros(1)])[use.rows.index]
+    elif len(b) != len(c):
+        # Whose rows they are is unknown. Each must belong to one of the examples all the same.
+        ratio = (other * b).sum(1) / (b * b).sum(1).clamp(min=torch.finfo(b.dtype).tiny)
+        c, is_unknown = c[(ratio[:, None] - c).abs().argmin(1)], True
+    norms = b.norm(dim=1)
+    # Rows in which all cancels have rounding alone.
+    limit = 1e-2 * tolerance * (norms + 1e-3 * norms.amax() if len(norms) else norms)
+    if ((other - c[:, None] * b).norm(dim=1) > limit).any():
+        _note(comparison.mixed, tracked)
+    elif is_unknown:
+        _note(comparison.unknown, tracked)
+
+
+def _note(layers: list[TrackedLayer], tracked: TrackedLayer) -> None:
+    if tracked not in layers:
+        layers.append(tracked)
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """A context with cuDNN off: its recurrent layers have no derivative in eval mode."""
+    cudnn: Any = torch.backends.cudnn
+    before, cudnn.enabled = cudnn.enabled, False
+    try:
+        yield
+    finally:
+        cudnn.enabled = before
