@@ -61,5 +61,5 @@ def test_the_table_is_that_of_the_results():
     assert all(row[mode] == "exact" for row in families for mode in MODES)
     readme = (ROOT / "kfac_backend/README.md").read_text()
     assert table(families, before) in readme
-    of_all = f"all of {len(FAMILIES)} families are taken as they are"
+    of_all = f"all {len(FAMILIES)} model families that we tested"
     assert of_all in " ".join((ROOT / "README.md").read_text().split())
