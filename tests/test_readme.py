@@ -53,28 +53,32 @@ def test_sentences_of_the_page_of_numbers_are_those_of_the_json():
     one, last = (ran[i]["seconds"] / ran[i]["batch_size"] for i in (0, -1))
     ours = seconds["ours"] / batch["config"]["batch_size"]
     for sentence in (
-        f"At 128 images expand takes {many['ours, expand, exact']} and reduce "
-        f"{many['ours, reduce, exact']} times the limit",
-        f"({many['ours, expand, mc']} and {many['ours, reduce, mc']} with one sample)",
-        f"takes {update['ours, expand']:.2f} s, laplace-torch's "
-        f"{update['laplace-torch, expand']:.2f} s",
-        f"Peak memory is {peak['ours alone, expand, exact']:.0f} MiB for expand and "
-        f"{peak['ours alone, reduce, exact']:.0f} MiB for reduce, factors included; a training "
-        f"step takes {peak['training step']:.0f} MiB",
-        f"takes {quick['first pass, reduce, mc']} times the limit on a model that is new, "
-        f"{quick['later pass, reduce, mc']} on one that was proved before and whose structure has "
-        f"not changed, and {quick['batch, reduce, mc']} without a proof",
-        f"ViT, exact, {quick['ViT, expand, exact']} (expand) and {quick['ViT, reduce, exact']} "
-        "(reduce)",
-        f"one sample a token, {quick['GPT, expand, mc']} and {quick['GPT, reduce, mc']} times",
-        f"takes {quick['epoch of the online loop']} times one of a loop written by hand",
-        f"take {seconds['ours']:.1f} s, {batch['times_the_limit']['ours']:.1f} times their limit",
-        f"{most['ours']:.0f} MiB at the most, where a training step takes "
-        f"{most['training step']:.0f} MiB; the last layer's alone take "
-        f"{seconds['ours, last layer']:.2f} s",
-        f"Jacobians take {one:.1f} s an image one by one, {last:.1f} s and "
-        f"{ran[-1]['peak_gibibytes']:.0f} GiB in batches of {ran[-1]['batch_size']}: "
-        f"{one / ours:.0f} to {last / ours:.0f} times as long",
+        f"The exact GGN takes {many['ours, expand, exact']} times the limit with expand and "
+        f"{many['ours, reduce, exact']} times with reduce. One sample takes "
+        f"{many['ours, expand, mc']} times the limit with expand and {many['ours, reduce, mc']} "
+        "times with reduce.",
+        f"takes {update['ours, expand']:.2f} s. laplace-torch's update takes "
+        f"{update['laplace-torch, expand']:.2f} s.",
+        f"is {peak['ours alone, expand, exact']:.0f} MiB for expand and "
+        f"{peak['ours alone, reduce, exact']:.0f} MiB for reduce. A training step takes "
+        f"{peak['training step']:.0f} MiB.",
+        f"{quick['first pass, reduce, mc']} on a new model, - "
+        f"{quick['later pass, reduce, mc']} on a model that was proved before and has the same "
+        f"structure, - {quick['batch, reduce, mc']} without a proof",
+        f"ViT, exact, where the limit has nine vectors: expand {quick['ViT, expand, exact']}, "
+        f"reduce {quick['ViT, reduce, exact']}.",
+        f"one sample a token, where the limit has one vector: expand {quick['GPT, expand, mc']}, "
+        f"reduce {quick['GPT, reduce, mc']}.",
+        f"takes {quick['epoch of the online loop']} times an epoch of a hand-written loop",
+        f"covariances of {batch['config']['batch_size']} images take {seconds['ours']:.1f} s. "
+        f"This is {batch['times_the_limit']['ours']:.1f} times their limit",
+        f"The peak memory is {most['ours']:.0f} MiB. A training step takes "
+        f"{most['training step']:.0f} MiB.",
+        f"The last layer alone** takes {seconds['ours, last layer']:.2f} s.",
+        f"Jacobians** take {one:.1f} s an image one by one. In batches of "
+        f"{ran[-1]['batch_size']} they take {last:.1f} s an image and "
+        f"{ran[-1]['peak_gibibytes']:.0f} GiB. This is {one / ours:.0f} to {last / ours:.0f} "
+        "times as long",
     ):
         assert sentence in text, sentence
     assert most["ours"] <= 1.5 * most["training step"]
