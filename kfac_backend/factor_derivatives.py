@@ -336,12 +336,14 @@ class _Paired(Gram):
         self, gram: Gram, weight: Tensor | None, scalars: list[Tensor], differentiable: bool
     ) -> None:
         super().__init__(gram.like, gram.groups, gram.size)
+        self.entries = gram.entries
         self._weight, self._scalars, self._differentiable = weight, scalars, differentiable
 
     def add(self, rows: Tensor, fresh: bool = False) -> None:
         """Add Σ xᵀ G x over the rows."""
         if self._weight is None or (self._differentiable and not rows.requires_grad):
             return
+        rows = self.entries(rows)
         weight = self._weight.to(rows)
         if len(rows) != self.groups:  # a diagonal, each entry of the rows a group
             paired = rows.square() * weight.flatten()

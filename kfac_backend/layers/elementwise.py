@@ -65,7 +65,10 @@ class ExactRule(Rule):
 
     @abstractmethod
     def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
-        """The gradients (M, P) in each of the parameters ``names``, from output gradients b."""
+        """The gradients (M, P) in each of the parameters ``names``, from output gradients b.
+
+        In a scalar they may come as terms of a sum, (M, c).
+        """
 
     def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the examples' gradients."""
@@ -79,7 +82,8 @@ class ExactRule(Rule):
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
         """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""
         gradients = self.gradients(use, b)
-        return torch.cat([gradients[name] for name in self.names], -1)[:, None]
+        rows = [self.B[name].gram.entries(gradients[name][None])[0] for name in self.names]
+        return torch.cat(rows, -1)[:, None]
 
     def example_gradients(self, a: Tensor, b: Tensor) -> dict[str, ExampleGradients]:
         """The gradients (N, 1, C, P) themselves."""
@@ -130,11 +134,10 @@ class ChannelsRule(ExactRule):
                 _rows(sum_over(b_z * z, axes)) if len(feature_axes) else _inner_products(z, b_z)
             )
         if "bias" in self.names:
-            # A scalar's sum goes by the features' sums, which the layer in front may need, too.
+            # A scalar's sum is left at the features, whose sums the layer in front may need, too.
             if not len(feature_axes) and b.dim() > 2:
                 axes = [1] if b.dim() == 3 else axes[1:]
-            sums = _rows(sum_over(b, axes))
-            gradients["bias"] = sums if len(feature_axes) else sums.sum(1, keepdim=True)
+            gradients["bias"] = _rows(sum_over(b, axes))
         return gradients
 
 
@@ -254,10 +257,10 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
-def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "N ..."]) -> Float[Tensor, "N 1"]:
-    """The inner products a_n · b_n, with half the memory traffic of (a * b).sum().
+def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "N ..."]) -> Float[Tensor, "N c"]:
+    """The terms of a_n · b_n, with half the memory traffic of (a * b).sum().
 
-    Their terms are the diagonal of a c×c product of a and b, each cut into c pieces.
+    They are the diagonal of a c×c product of a and b, each cut into c pieces.
     """
     if a.dim() == 1:
         return (a * b)[:, None]
@@ -266,4 +269,4 @@ def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "N ..."]) -> Flo
     a, b = a.flatten(1), b.flatten(1)
     c = next(c for c in (4, 2, 1) if a.shape[-1] % c == 0)
     a, b = a.unflatten(-1, (c, -1)), b.unflatten(-1, (c, -1))
-    return (a @ b.mT).diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    return (a @ b.mT).diagonal(dim1=-2, dim2=-1)

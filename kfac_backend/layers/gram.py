@@ -235,6 +235,10 @@ class Gram(ABC):
             fresh: whether nobody will change them, so that they may wait without a copy.
         """
 
+    def entries(self, rows: Tensor) -> Tensor:
+        """The rows (G, M, d), of what `add` takes."""
+        return rows
+
     def add_images(self, image: Float[Tensor, "N C *sizes"], *axes: Window) -> None:
         """Add all patches of a batch of images, whose axes the kernel meets as ``axes`` say."""
         self.add(patches(image, self.groups, *axes).flatten(1, 2))
@@ -361,6 +365,30 @@ class CountGram(Gram):
         return self._counts.to(self.like.dtype)[:, None, None]
 
 
+class ScalarGram(DenseGram):
+    """Σ_m (Σ_c x_mc)² of a scalar's gradients, which come as terms x_mc of sums: (1, 1, 1).
+
+    The terms of all rows that wait are summed in one operation.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__(like, 1, 1)
+
+    def add(self, rows: Float[Tensor, "1 M c"], fresh: bool = False) -> None:
+        """Add the squares of the rows' sums."""
+        # Images of another size may have another number of terms.
+        if self._waiting and self._waiting[0].shape[-1] != rows.shape[-1]:
+            self._add_waiting()
+        super().add(rows, fresh)
+
+    def entries(self, rows: Float[Tensor, "1 M c"]) -> Float[Tensor, "1 M 1"]:
+        """The sums of the terms."""
+        return rows.sum(-1, keepdim=True)
+
+    def _add(self, rows: Tensor) -> None:
+        super()._add(self.entries(rows))
+
+
 @dataclass(eq=False)
 class FactorSum:
     """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses."""
@@ -380,7 +408,9 @@ class FactorSum:
             sums: nobody may change them afterwards.
         """
         sums, before = at_least_float32(sums), self.waiting
-        self.waiting = sums if before is None else before + sums
+        # The uses of a scalar may differ in their number of terms.
+        entries = self.gram.entries
+        self.waiting = sums if before is None else entries(before) + entries(sums)
 
     def add_inputs(
         self, sums: Float[Tensor, "G N d"], positions: int | Tensor, by_roots: bool
@@ -440,6 +470,8 @@ def gram_matrix(rows: Float[Tensor, "*G M d"]) -> Float[Tensor, "*G d d"]:
 def gram_of_gradients(parameter: Tensor) -> Gram:
     """An empty Gram matrix for the gradients of an elementwise parameter."""
     P = parameter.numel()
+    if P == 1:
+        return ScalarGram(parameter)
     return DenseGram(parameter, 1, P) if P <= LARGEST_DENSE else DiagonalGram(parameter, P)
 
 

@@ -728,7 +728,9 @@ def part_of_training(
         model.load_state_dict(saved["model"])
     model = shard(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    loader = [(x[part], y[part]) for part in [torch.arange(ranks.rank, 8, ranks.size)]]
+    # Two steps an epoch: full batches have no average.
+    parts = [torch.arange(first + ranks.rank, first + 4, ranks.size) for first in (0, 4)]
+    loader = [(x[part], y[part]) for part in parts]
     learner = PriorLearner(
         "classification", kfac_approx="reduce", every=1, burn_in=0, curvature_from="pass"
     )
@@ -748,9 +750,10 @@ def part_of_training(
             ranks.gather(None)
             if ranks.rank == 1:
                 os._exit(1)
-        optimizer.zero_grad()
-        F.cross_entropy(model(loader[0][0]), loader[0][1]).backward()
-        optimizer.step()
+        for x_part, y_part in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x_part), y_part).backward()
+            optimizer.step()
     state = whole_state()
     if epochs.stop == 5:
         learner.finish()
