@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -138,7 +139,10 @@ class MarginalLikelihood(Callback):
             lambda batch: _prepared(trainer, pl_module, batch),
             lambda batch, number: _run_step(trainer, pl_module, batch, number),
         )  # fmt: skip
-        data = EpochBatches(lambda: _loader_and_keys(trainer)[0], self._inputs.read, limit)
+        data = EpochBatches(
+            lambda: _loader_and_keys(trainer)[0], self._inputs.read, limit,
+            trainer.accumulate_grad_batches,
+        )  # fmt: skip
         self._continue(trainer, network)
         # Lightning clips gradients after its own hook for callbacks, but before the optimiser's.
         self.learner.start(
@@ -273,8 +277,17 @@ class MarginalLikelihood(Callback):
         self._detach()
 
     def _end_epoch(self, trainer: Trainer, epoch: int) -> None:
-        if not self.learner.problem.has_rounds:
-            self._log(trainer, end_of_epoch(self.learner.problem, self.learner.state, epoch))
+        problem, steps = self.learner.problem, trainer.max_steps
+        if problem.has_rounds:
+            return
+        is_automatic = trainer.lightning_module.automatic_optimization
+        if epoch and steps != -1 and not is_automatic:
+            # How many steps a batch takes is known now, and so the epoch in which max_steps ends.
+            epochs, most = math.ceil(steps * epoch / trainer.global_step), trainer.max_epochs or -1
+            epochs = epochs if most == -1 else min(epochs, most)
+            schedule = replace(problem.options.schedule, epochs=epochs)
+            problem.options = replace(problem.options, schedule=schedule)
+        self._log(trainer, end_of_epoch(problem, self.learner.state, epoch))
 
     def _log(self, trainer: Trainer, numbers: dict[str, float]) -> None:
         if numbers:

@@ -194,10 +194,10 @@ class MarginalLikelihood(TrainerCallback):
         self._inputs = StepInputs(
             model, model, self._task, self._prepared, lambda batch, _: self._run_step(model, batch)
         )
-        batches, limit = length(loader), None
+        batches, limit, of_step = length(loader), None, args.gradient_accumulation_steps
         if batches is None:  # a stream, which may have no end
-            limit = state.max_steps * args.gradient_accumulation_steps
-        data = EpochBatches(lambda: loader, self._inputs.read, limit)
+            limit = state.max_steps * of_step
+        data = EpochBatches(lambda: loader, self._inputs.read, limit, of_step)
         with forked_random_numbers(model), eval_mode(model):
             self._task.targets(model, *next(iter(data)))  # whether the model shifts labels
         self.learner.start(

@@ -26,11 +26,13 @@ class EpochBatches:
         get_loader: returns the trainer's present loader, which may change between epochs.
         function: of a batch and its number.
         limit: number of batches in an epoch; None reads all.
+        batches_per_step: number of batches whose gradients a step accumulates.
     """
 
     get_loader: Callable[[], Loader]
     function: Callable[[Any, int], Any]
     limit: int | None = None
+    batches_per_step: int = 1
 
     def __iter__(self) -> Iterator[Any]:
         batches = islice(own_iteration(self.get_loader()), self.limit)

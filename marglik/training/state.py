@@ -375,10 +375,11 @@ class Problem:
         batch_size = max(sum(rank[5] for rank in of_ranks), 1)
         self.first_loss = sum(rank[4] for rank in of_ranks) / batch_size
         self.examples_per_epoch = self.num_data
+        step_size = batch_size * getattr(self.loader, "batches_per_step", 1)
         if self.has_rounds:  # so long that an update of a sample takes a tenth of the time
-            self.steps_per_epoch = math.ceil(min(self.num_data, FEWEST / SHARE) / batch_size)
+            self.steps_per_epoch = math.ceil(min(self.num_data, FEWEST / SHARE) / step_size)
         if self.steps_per_epoch and length(self.loader) is None:
-            self.examples_per_epoch = self.steps_per_epoch * batch_size
+            self.examples_per_epoch = self.steps_per_epoch * step_size
         padding = next((rank[3] for rank in of_ranks if rank[3]), {})
         for part in self.parts:
             rows = {i: padding[name] for i, name in enumerate(part.names) if name in padding}

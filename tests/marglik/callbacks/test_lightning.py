@@ -65,10 +65,11 @@ class Classifier(L.LightningModule):
         return made if self.number > 1 else made[0]
 
 
-def trainer(callback, epochs=EPOCHS, **options):
+def trainer(callback, epochs=EPOCHS, *others, **options):
+    saves = any(isinstance(other, ModelCheckpoint) for other in others)
     return L.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, callbacks=[callback],
-        **{"logger": False, "enable_checkpointing": False, **options},
+        max_epochs=epochs, accelerator="cpu", devices=1, callbacks=[callback, *others],
+        enable_checkpointing=saves, **{"logger": False, **options},
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
 
@@ -196,8 +197,11 @@ class Stream(IterableDataset):
         (TwoSteps, dataset, {}, EPOCHS, 8),
         (Classifier, Stream, {}, EPOCHS, 4),  # whose end the epochs show
         (Classifier, Stream, {"max_epochs": -1, "max_steps": 4 * EPOCHS}, None, None),
+        (TwoSteps, dataset, {"max_epochs": -1, "max_steps": 32}, 4, 8),  # as it turns out
+        (Classifier, Stream, {"max_epochs": -1, "max_steps": 2 * EPOCHS,
+                              "accumulate_grad_batches": 2}, None, 2),
     ],
-)
+)  # fmt: skip
 def test_other_epochs_are_those_of_an_own_loop(kind, data, options, its_epochs, steps_per_epoch):
     """Several steps a batch, and streams, whose updates follow rounds of steps."""
     prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), kind()
@@ -205,16 +209,19 @@ def test_other_epochs_are_those_of_an_own_loop(kind, data, options, its_epochs, 
     run.fit(module, DataLoader(data(), 8))
     own, other = network(), PriorLearner("classification", **OPTIONS)
     optimizer = sgd(own)
-    stream = DataLoader(data(), 8)
+    stream = DataLoader(dataset() if steps_per_epoch else data(), 8)
     other.start(own, optimizer, stream, its_epochs, steps_per_epoch=steps_per_epoch)
-    for _ in range(EPOCHS):
-        for x, y in stream:
+    accumulated = options.get("accumulate_grad_batches", 1)
+    epochs = its_epochs or EPOCHS
+    for _ in range(epochs):
+        for index, (x, y) in enumerate(stream, 1):
             for _ in range(2 if kind is TwoSteps else 1):
-                optimizer.zero_grad()
-                F.cross_entropy(own(x), y).backward()
-                optimizer.step()
+                (F.cross_entropy(own(x), y) / accumulated).backward()
+                if index % accumulated == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
     other.finish()
-    assert prior.posterior.n_data == len(dataset()) and len(other.evidences) == 3
+    assert prior.posterior.n_data == len(dataset()) and len(other.evidences) == (epochs + 1) // 2
     assert_close(prior.learner.evidences, other.evidences, rtol=1e-6, atol=0)
     for p, q in zip(module.net.parameters(), own.parameters(), strict=True):
         assert_close(p, q)
@@ -320,8 +327,7 @@ def test_the_best_checkpoint_is_the_average_that_was_validated(tmp_path):
         saves = ModelCheckpoint(
             tmp_path, "{epoch}-{loss:.6f}", monitor="loss", save_top_k=-1, mode="min"
         )
-        run = trainer(prior, 6, enable_checkpointing=True)
-        run.callbacks.append(saves)
+        run = trainer(prior, 6, saves)
         run.fit(module, loader(), loader(), ckpt_path=path, **SAFELY)
         ends.append((prior.learner.weight_decays(), [*module.net.parameters()]))
         if resumes:
@@ -347,11 +353,11 @@ def test_early_stopping_ends_at_the_best_average(at_epochs_end, tmp_path):
         tmp_path, "{epoch}-{loss:.6f}", monitor="loss", save_top_k=-1, save_weights_only=True,
         save_on_train_epoch_end=at_epochs_end,
     )  # fmt: skip
-    run = trainer(prior, 20, enable_checkpointing=True)
-    run.callbacks += [EarlyStopping("loss", patience=2), saves]
+    run = trainer(prior, 10, EarlyStopping("loss", patience=8), saves)
     run.fit(module, loader(), loader())
-    assert run.current_epoch < 20  # it has stopped, since the labels are wrong
+    assert run.current_epoch == 9  # it has stopped, since the labels are wrong
     x, y = dataset().tensors
+    assert len(saves.best_k_models) == 9
     for file, loss in saves.best_k_models.items():
         module.load_state_dict(torch.load(file, weights_only=True)["state_dict"])
         assert_close(F.cross_entropy(module.net(x), (y + 1) % 3), loss, rtol=1e-5, atol=0)
@@ -373,12 +379,10 @@ def test_a_training_after_one_that_failed_saves_its_own_network(tmp_path):
             if trainer.current_epoch == 4:
                 raise Killed
 
-    first = trainer(prior, 6, enable_checkpointing=True)
-    first.callbacks += [Stops(), ModelCheckpoint(tmp_path, "first")]
+    first = trainer(prior, 6, Stops(), ModelCheckpoint(tmp_path, "first"))
     with pytest.raises(Killed):
         first.fit(module, loader(), loader(), **SAFELY)
-    second = trainer(prior, 6, max_steps=20, enable_checkpointing=True)
-    second.callbacks.append(ModelCheckpoint(tmp_path, "second"))
+    second = trainer(prior, 6, ModelCheckpoint(tmp_path, "second"), max_steps=20)
     second.fit(Validates(), loader(), **SAFELY)
     assert STEPS not in torch.load(tmp_path / "second.ckpt", weights_only=True)
 
