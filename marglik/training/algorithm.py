@@ -165,7 +165,7 @@ def fit(
     plan = curvature_plan(problem, state, is_last)
     curvature, data = pass_of_update(problem, state, plan, is_last)
     is_sample, former = plan.num_examples < N, state.posterior
-    settles = options.policy.settled is not None and options.schedule.keep == "last"
+    settles = options.policy.settles_noise and options.schedule.keep == "last"
     state.measures.has_estimates |= is_sample or curvature.make_fisher().draws
     state.posterior = posterior = Posterior(
         problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,

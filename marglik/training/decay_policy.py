@@ -40,11 +40,6 @@ LARGEST_DECLINE = 0.5
 """By how much a raised start may shrink log ‖w‖ before the first update."""
 MEDIAN_OF_NORMAL = 0.6745
 """Median of the absolute value of a standard normal variable."""
-MOVED_SHARE = 0.5
-"""Of the effective parameters, whose decays may still move. A bias or two often do. Of 142 networks
-on digits (5 or 15 epochs, constant rates and cycles) the warning then names 48 of 70 that lie three
-points or more behind the best, and 5 of 52 that lie 1.5 or less behind; if any group counts, 58 and
-22."""
 FEW_UPDATES = 10
 """Fewer do not show that the evidence falls."""
 NATS_OF_NOISE = 0.5
@@ -65,8 +60,6 @@ class Measures:
     """The running mean of each optimiser's gradient norm."""
     first_loss: float = 0.0
     """The loss per example before the first step, of the first batch."""
-    highest_rate: float = 0.0
-    """The highest learning rate so far."""
     rate: float = 0.0
     """The learning rate at the last update; 0 before the first."""
     raised: list[str] = field(default_factory=list)
@@ -75,9 +68,6 @@ class Measures:
     """Whether the network does not fit yet, see ``late_fit``, as of the last update."""
     limited: list[str] = field(default_factory=list)
     """Names of the parameters whose weight decay SGD cannot take."""
-    moves: dict[str, float] = field(default_factory=dict)
-    """Group -> the factor by which the last update at a high rate changed its decay, if it changed
-    those of most effective parameters."""
     last_changes: list[float] = field(default_factory=list)
     """Δ log δ of each group in the last update; empty before the first."""
     rest: int = 0
@@ -123,10 +113,7 @@ class DecayPolicy:
             norm. A high and constant rate is at the edge of what is stable, and a decay moves a
             network over it now and then: without the limit, a few large steps, from which it may
             never come back.
-        settled: largest factor by which the last update at a high learning rate may change the
-            decays that most of the effective parameters have. Above, the end of the training warns:
-            the rate fell, or the training ended, before the decays came to rest. The last update
-            sets a learned σ to its fixed point.
+        settles_noise: whether the last update sets a learned σ to its fixed point.
         rest: an update that moves the decays less than this, alone or in the mean with the one
             before it (|Δ log δ|, averaged with the numbers γ of parameters that the data determines
             as weights), is followed by a rest: one update that is due is left out, after the next
@@ -157,7 +144,7 @@ class DecayPolicy:
     raised_start: float | None = 1e-2
     stability_limit: bool = True
     clip: float | None = 2.0
-    settled: float | None = 1.5
+    settles_noise: bool = True
     rest: float | None = 0.1
     fallen_evidence: float | None = 0.02
     late_fit: LateFit | None = "warn"
@@ -171,14 +158,13 @@ class DecayPolicy:
     @classmethod
     def off(cls) -> Self:
         """No rule: the decays are those of the evidence, and every step is taken as it is."""
-        return cls(None, None, False, None, None, None, None, None)
+        return cls(None, None, False, None, False, None, None, None)
 
     # --- before each step ---
 
     def look_at_first_steps(self, problem: "Problem", state: "LearnerState", part: "Part") -> None:
         """Look at the gradients of the data in the first steps; after them, raise the start."""
         measures, step = state.measures, state.steps[part.index]
-        measures.highest_rate = max(measures.highest_rate, problem.rate)
         if step > OBSERVED_STEPS:
             return
         tensors = dict(zip(part.names, part.parameters, strict=True))
@@ -370,13 +356,6 @@ class DecayPolicy:
             )
             measures.left_out = 0
         measures.last_changes = changes.tolist()
-        # At a low rate no update moves the decays much.
-        if self.settled is not None and problem.rate >= 0.1 * measures.highest_rate:
-            moved = settles & (moves.exp() > self.settled)
-            factors = dict(zip(hyper.groups.names, moves.exp().tolist(), strict=True))
-            names = [n for n, m in zip(hyper.groups.names, moved.tolist(), strict=True) if m]
-            is_most = (weights * moved).sum() / number > MOVED_SHARE
-            measures.moves = {name: factors[name] for name in names} if is_most else {}
         self.warn_of_late_fit(problem, state)
 
     def skips_update(self, state: "LearnerState") -> bool:
@@ -405,13 +384,7 @@ class DecayPolicy:
             )
 
     def warn_at_the_end(self, problem: "Problem", state: "LearnerState") -> None:
-        """Warn of decays that have not settled, and of an evidence that has fallen."""
-        warn_of(
-            [f"{name} (a factor of {move:.1f})" for name, move in state.measures.moves.items()],
-            "The training ended before its weight decays settled: the last update during steps at "
-            "a high learning rate still changed {}. Train longer, or keep the rate high for longer "
-            "(in Python marglik.settling_rate).",
-        )
+        """Warn of an evidence that has fallen."""
         # After a few updates alone the network does not fit yet, and its evidence says little.
         passed = len(state.evidences) + state.measures.all_left_out
         if self.fallen_evidence is None or passed < FEW_UPDATES:

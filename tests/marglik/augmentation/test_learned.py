@@ -208,7 +208,6 @@ def learned_angle(largest: float, epochs: int = 12) -> float:
     return model.ranges.item()
 
 
-@pytest.mark.filterwarnings("ignore:The training ended before its weight decays settled")
 def test_a_network_with_batch_norm_learns_its_ranges():
     x, y = normal(24, 2, 5, 5), torch.arange(24) % 3
     model = LearnedAugmentation(network((4, 2, 5, 5), nn.BatchNorm2d(3)), [Affine("rotate")])

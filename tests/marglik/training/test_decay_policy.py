@@ -108,14 +108,6 @@ def test_without_its_rules_training_is_algorithm_1_to_the_bit(weight_decay, rule
         assert not all(map(torch.equal, changed, expected)), name
 
 
-@pytest.mark.parametrize("rule", [{"settled": None}, {}])
-def test_a_rule_that_is_off_does_not_warn(rule, recwarn):
-    model = network()
-    prior = PriorLearner("classification", **rule)
-    learn(model, sgd(model), prior, data(), 3)
-    assert any("settled" in str(w.message) for w in recwarn) == (not rule)
-
-
 LATE = [(2, 2.25), (6, 2.13), (10, 2.02), (14, 1.81), (18, 1.56)]
 """Convolutions with GroupNorm in batches of 128, which lose 0.1 nats without the rule."""
 EARLY = [(1, 2.03), (2, 1.74), (5, 1.78), (9, 1.79), (18, 1.78)]
@@ -237,7 +229,7 @@ def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
         for _ in range(200):
             evidences = 0.05 * torch.randn(20, generator=generator)
             evidences[-1] = -fall  # the last one is exact
-            measures = SimpleNamespace(moves={}, all_left_out=0, has_estimates=has_estimates)
+            measures = SimpleNamespace(all_left_out=0, has_estimates=has_estimates)
             state = SimpleNamespace(
                 evidences=evidences.tolist(), measures=measures,
                 hyperparameters=SimpleNamespace(learn_sigma_noise=False), posterior=None,
@@ -277,7 +269,7 @@ def test_the_last_update_sets_the_noise_to_its_fixed_point(epochs):
     best, sigma = float(posterior.log_marginal_likelihood()), posterior.sigma_noise
     for factor in (0.98, 1.02):  # it is the maximum of the evidence
         assert float(posterior.log_marginal_likelihood(sigma_noise=factor * sigma)) < best
-    _, ratio = trained(settled=None)  # negative control
+    _, ratio = trained(settles_noise=False)  # negative control
     assert (ratio > 1.5) == (epochs == 2)
 
 
@@ -328,7 +320,7 @@ def test_updates_that_undo_each_other_are_followed_by_a_rest(changes, rest):
         options=SimpleNamespace(schedule=Schedule(epochs=20)), may_rest=lambda _: True,
         ranks=Ranks(None), num_data=500,
     )  # fmt: skip
-    policy = DecayPolicy(settled=None, late_fit=None)
+    policy = DecayPolicy(late_fit=None)
     for change in changes:
         before = hyper.prior_precision
         factors = torch.full_like(before, math.exp(change))

@@ -217,7 +217,6 @@ def test_what_is_learned_has_the_highest_evidence_of_an_integral(name):
     assert evidence(xi) > evidence(start) + 1 and np.abs(np.log(start / xi)).max() > 0.2
 
 
-@pytest.mark.filterwarnings("ignore:The training ended before its weight decays settled")
 def test_a_network_with_batch_norm_learns_numbers(data):
     x, y = data
     torch.manual_seed(0)
