@@ -307,5 +307,5 @@ class PriorLearner:
         """Continue from what `state_dict` returned; takes effect at the next `start`."""
         if self._hooks is not None:
             raise RuntimeError("The learner has started; call load_state_dict(state) before start.")
-        check_keys("PriorLearner", state, ["identity", *SAVED])
+        check_keys("PriorLearner", state, ["identity", "part", *SAVED])
         self._saved = dict(state)

@@ -255,7 +255,7 @@ def test_a_trainer_of_hugging_face_gets_the_loss_of_the_likelihood():
     from marglik.callbacks.transformers import MarginalLikelihood
 
     class Trainer:
-        compute_loss_func = evaluate = train = None
+        compute_loss_func = compute_loss = evaluate = train = None
 
         def add_callback(self, callback):
             self.callback = callback

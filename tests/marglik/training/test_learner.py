@@ -412,7 +412,7 @@ def test_a_state_that_is_not_whole_or_of_another_precision_is_refused():
     learn(model, sgd(model), first, loader(), EPOCHS)
     state = first.state_dict()
     second = PriorLearner("classification", average="last")
-    with pytest.raises(ValueError, match="PriorLearner lacks 'identity', 'hyperparameters', "):
+    with pytest.raises(ValueError, match="PriorLearner lacks 'identity', 'part', 'hyper"):
         second.load_state_dict({})
     for key in state:
         with pytest.raises(ValueError, match=f"PriorLearner lacks '{key}'"):
