@@ -48,7 +48,7 @@ class Search:
             again, numbers = with_first_again(x, N, splits)
             if numbers is not None:
                 of_them = None if counted is None else counted[numbers.to(counted.device)]
-                # Where the copies replace other examples, these are compared, too.
+                # Where the copy replaces another example, that one is compared, too.
                 self._batches = [(again, of_them), *([] if splits else self._batches)]
 
     def check(self, assignment: RuleAssignment) -> Comparison:
@@ -428,25 +428,25 @@ def check_parts(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
 
 
 def with_first_again(x: Any, N: int, splits: bool = True) -> tuple[Any, Tensor | None]:
-    """The N examples with the first one appended twice, and the example index of each row.
+    """The N examples with the first one again at the end, and the example index of each row.
 
-    This exposes a forward that changes the order of the examples. Sorting puts equal examples side
-    by side; here equal examples stand at both ends, so that sorting must move some. With a single
-    copy, reversing the batch would exchange the equal examples at its ends and look like no change.
+    This exposes a forward that changes the order of the examples, also where they happen to be in
+    order. Sorting puts equal examples side by side; here equal examples stand at both ends, so that
+    sorting must move some.
 
     Args:
         x: the examples.
         N: their number.
-        splits: whether the model takes batches of another size. If not, the two copies replace the
-            last two examples of a batch of at least four; a smaller batch is returned as it is,
-            with None for the indices.
+        splits: whether the model takes batches of another size. If not, the copy replaces the last
+            example of a batch of at least three; a smaller batch is returned as it is, with None
+            for the indices.
     """
-    if not splits and N < 4:
+    if not splits and N < 3:
         return x, None
     tensors = x.values() if isinstance(x, dict) else [x]
     device = next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
-    numbers = torch.arange(N + 2 if splits else N, device=device)
-    numbers[-2:] = 0
+    numbers = torch.arange(N + 1 if splits else N, device=device)
+    numbers[-1] = 0
     again = try_twice(lambda: examples(x, numbers))  # objects of the user's may take slices alone
     return (again, numbers) if type(again) is type(x) else (x, None)
 

@@ -33,6 +33,9 @@ from kfac_backend.layers.rows import Rows
 from kfac_backend.options import Mode
 from kfac_backend.precision import at_least_float32
 
+FEWEST_POSITIONS = 256
+"""As many positions at least, if there are, take one product in `summed_gradients`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Use:
@@ -242,11 +245,15 @@ def summed_gradients(
     rule: Rule, use: Use, b: Float[Tensor, "M ..."]
 ) -> dict[str, Float[Tensor, " P"]]:
     """Local name -> the gradient summed over all rows, from one gradient in the layer's output."""
-    positions = rule.position_gradients(use, b)  # (M, R, d_out)
-    gradients = {}
-    for name, (b, a) in rule.example_gradients(use.a, positions[:, :, None]).items():
-        # All examples' positions as those of one, in one product: no array (P,) for each example.
-        a = None if a is None else a.flatten(1, 2)[:, None]
-        as_one = ExampleGradients(b.flatten(1, 2)[:, None], a)
-        gradients[name] = dense_gradients(as_one, rule.transposed)[0, 0]
-    return gradients
+    positions = rule.position_gradients(use, b)[:, :, None]  # (M, R, 1, d_out)
+    sums: dict[str, Tensor] = {}
+    # Some rows at a time, so that patches of images stay in the cache.
+    number = max(1, FEWEST_POSITIONS // max(1, positions.shape[1]))
+    for some in zip(use.a.split(number), positions.split(number), strict=True):
+        for name, (b, a) in rule.example_gradients(*some).items():
+            # Their positions as those of one example, in one product: no array (P,) for each.
+            a = None if a is None else a.flatten(1, 2)[:, None]
+            as_one = ExampleGradients(b.flatten(1, 2)[:, None], a)
+            g = dense_gradients(as_one, rule.transposed)[0, 0]
+            sums[name] = sums[name].add_(g) if name in sums else g
+    return sums

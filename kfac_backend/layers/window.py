@@ -91,11 +91,15 @@ def pad(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Tensor:
 def patches(
     a: Float[Tensor, "N C *sizes"], groups: int, *axes: Window
 ) -> Float[Tensor, "G N R d_in"]:
-    """The patch of each position, d_in = channels per group × kernel, for any number of axes."""
+    """The patch of each position, d_in = channels per group × kernel, for any number of axes.
+
+    In memory the positions lie last, as in the image, and are copied in long runs.
+    """
     number = len(axes)
-    windowed = _strided_windows(pad(a, *axes), 2, axes)
-    by_group = windowed.unflatten(1, (groups, -1)).movedim(2, -1 - number)
-    return by_group.movedim(1, 0).flatten(-1 - number).flatten(2, -2)  # from (N, G, *R, c, *kernel)
+    windowed = _strided_windows(pad(a, *axes), 2, axes).unflatten(1, (groups, -1))
+    # (N, G, c, *R, *kernel) -> (N, G, c, *kernel, *R)
+    last = windowed.movedim(tuple(range(3, 3 + number)), tuple(range(-number, 0)))
+    return last.flatten(2, -1 - number).flatten(3).permute(1, 0, 3, 2)
 
 
 def patch_rows(

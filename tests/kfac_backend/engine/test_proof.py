@@ -600,16 +600,15 @@ def test_examples_in_another_order_are_seen(key, N):
         OutputCovariance(model, precision_of(found))(x)
 
 
-@pytest.mark.parametrize(("N", "splits"), [(2, True), (3, True), (4, False), (5, False)])
+@pytest.mark.parametrize(("N", "splits"), [(2, True), (3, True), (3, False), (5, False)])
 def test_no_sort_leaves_the_proofs_examples_in_order(N, splits):
     """Whatever the examples' keys are, if the first has not that of all that are there."""
     numbers = with_first_again(torch.arange(N), N, splits)[1]
-    assert numbers is not None and len(numbers) == (N + 2 if splits else N)
+    assert numbers is not None and len(numbers) == (N + 1 if splits else N)
     there = numbers.unique().tolist()
-    is_first = numbers == 0
     for keys in product(range(len(there)), repeat=N):
-        key = torch.tensor(keys)[numbers]
-        moved = not torch.equal(is_first[key.argsort(stable=True)], is_first)
+        order = torch.tensor(keys)[numbers].argsort(stable=True)
+        moved = not torch.equal(order, torch.arange(len(numbers)))
         assert moved == any(keys[n] != keys[0] for n in there)
 
 
@@ -620,9 +619,9 @@ def test_a_proof_runs_on_few_examples_from_all_over_the_batch():
     x = normal(100, 4)
     x[:, 0] = torch.arange(100)
     factors(model, x)
-    whole, (check,) = sizes[-1], [seen for seen in sizes if len(seen) == 10]
+    whole, (check,) = sizes[-1], [seen for seen in sizes if len(seen) == 9]
     assert len(whole) == 100 and check[:8] == sorted(check[:8])
-    assert (check[0], *check[7:]) == (0, 99, 0, 0)
+    assert (check[0], *check[7:]) == (0, 99, 0)
 
 
 def test_the_proof_is_asked_for_again_after_it_failed():
@@ -671,7 +670,7 @@ def test_a_later_pass_proves_what_may_have_changed():
     # Other numbers: less is proved, and the factors are those of a new pass.
     nn.init.normal_(model.first.weight)
     factors, number = later()
-    assert number == 9 + 4 and first == 9 + 10 + 4  # two alone, and together
+    assert number == 9 + 3 and first == 9 + 9 + 4  # two alone, and together
     assert_same(factors, fresh())
     # Another matrix, of which the same proof holds; and back.
     for matrix in (
