@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from functools import partial
 
 import lightning.pytorch as L
 import pytest
@@ -204,7 +205,7 @@ def with_hugging_face(text, folder):
 
 
 def with_estimators(text, folder):
-    """Which have two likelihoods; classes derived from them may have others of numbers."""
+    """Scikit-learn's interface."""
     x, y = data(text)
     estimator = ESTIMATORS[text](
         lambda columns, outputs: nn.Linear(columns, outputs).double(),
@@ -217,7 +218,7 @@ def with_estimators(text, folder):
 ESTIMATORS = {
     "classification": MarglikClassifier,
     "regression": MarglikRegressor,
-    "student_t": type("Robust", (MarglikRegressor,), {"likelihood": "student_t"}),
+    "heteroscedastic": partial(MarglikRegressor, likelihood="heteroscedastic"),
 }
 
 
