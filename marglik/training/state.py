@@ -285,7 +285,8 @@ class Problem:
 
         An average of steps without noise lags behind the last one.
         """
-        num_steps = self.steps_per_epoch or length(self.loader)
+        num_batches, of_step = length(self.loader), getattr(self.loader, "batches_per_step", 1)
+        num_steps = self.steps_per_epoch or (num_batches and math.ceil(num_batches / of_step))
         return self.options.schedule.averages and num_steps != 1
 
     def has_new_rate(self, state: "LearnerState") -> bool:

@@ -106,7 +106,10 @@ class Training(Described):
     def network(self) -> nn.Sequential:
         torch.manual_seed(self.seed)
         norm = nn.BatchNorm1d(4) if self.norm else nn.Identity()
-        return nn.Sequential(nn.Linear(FEATURES, 4), norm, nn.Tanh(), nn.Linear(4, CLASSES))
+        first = nn.Linear(
+            FEATURES, 4, bias=not self.norm
+        )  # Adam would scale its gradient's rounding
+        return nn.Sequential(first, norm, nn.Tanh(), nn.Linear(4, CLASSES))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.adam:

@@ -198,6 +198,7 @@ class Stream(IterableDataset):
         (Classifier, Stream, {}, EPOCHS, 4),  # whose end the epochs show
         (Classifier, Stream, {"max_epochs": -1, "max_steps": 4 * EPOCHS}, None, None),
         (TwoSteps, dataset, {"max_epochs": -1, "max_steps": 32}, 4, 8),  # as it turns out
+        (Classifier, dataset, {"accumulate_grad_batches": 4}, EPOCHS, 1),  # without an average
         (Classifier, Stream, {"max_epochs": -1, "max_steps": 2 * EPOCHS,
                               "accumulate_grad_batches": 2}, None, 2),
     ],
