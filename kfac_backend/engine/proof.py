@@ -211,9 +211,10 @@ class Proof:
         unmasked = [name for name, number in runs.unmasked.items() if number != counts]
         if counts is not None and unmasked:
             warnings.warn(
-                f"The mask of positions does not fit the inputs of {', '.join(unmasked)}, "
-                "whose positions are others: all of them count. If some are padding, factors "
-                "depend on it: say which count (examples_of_rows), or batch equal lengths.",
+                f"The mask of positions does not fit the inputs of {', '.join(unmasked)}. All of "
+                "their positions count, and if some are padding, factors depend on it. Batch equal "
+                "lengths, or say which positions count (examples_of_rows). Of convolutions all "
+                "count: where a kernel has size 1, nn.Linear on (N, R, d) leaves out the padding.",
                 stacklevel=2,
             )
 

@@ -1,6 +1,7 @@
 """Models, inputs and outputs that are refused, by a message with the way out."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -369,11 +370,46 @@ def test_layers_with_other_positions_than_a_mask_are_named():
             return self.head((self.fc(x).tanh() * mask[..., None]).sum(1))
 
     data = [(masked(), torch.arange(6) % 2)]
-    with pytest.warns(UserWarning, match=r"does not fit the inputs of 'fc' \(Linear\), whose"):
+    with pytest.warns(UserWarning, match=r"does not fit the inputs of 'fc' \(Linear\)\. All"):
         kronecker_factors(WithClassToken(True).double(), data, "classification")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kronecker_factors(WithClassToken(False).double(), data, "classification")
+
+
+@pytest.mark.parametrize("mode", ["expand", "reduce"])
+def test_convolutions_that_count_the_padding_of_sequences_are_named(mode):
+    """Their A depends on the padding, which nn.Linear in place of a kernel of size 1 leaves out."""
+
+    def padded(batch, more):
+        x, mask = batch["x"], batch["attention_mask"]
+        mask = torch.cat([mask, mask.new_zeros(len(mask), more)], 1)
+        return {"x": torch.cat([x, x.new_ones(len(x), more, 4)], 1), "attention_mask": mask}
+
+    def pooled(is_linear, model, batch):
+        x, mask = batch["x"], batch["attention_mask"].to(batch["x"])[..., None]
+        h = model.layer(x * mask) if is_linear else model.layer((x * mask).mT).mT
+        return (h * mask).sum(1) / mask.sum(1)
+
+    def A(layer, more):
+        model = Model(partial(pooled, isinstance(layer, nn.Linear)), layer=layer).double()
+        data = [(padded(masked(), more), torch.arange(6) % 2)]
+        return (
+            kronecker_factors(model, data, "classification", kfac_approx=mode)
+            .blocks["layer.weight"]
+            .A
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(A(nn.Linear(4, 2), 5), A(nn.Linear(4, 2), 0))
+    words = (
+        r"fit the inputs of 'layer' \(Conv1d\).*Of convolutions all count.*nn.Linear on \(N, R, d\)"
+    )
+    with pytest.warns(UserWarning, match=words):
+        wider = A(nn.Conv1d(4, 2, 1), 5)
+    with pytest.warns(UserWarning, match=words):
+        assert wider.trace() < 0.6 * A(nn.Conv1d(4, 2, 1), 0).trace()
 
 
 def up(z):
