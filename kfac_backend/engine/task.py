@@ -81,6 +81,7 @@ class Task:
         self.knows_outputs = False
         self.knows_axis = self.shifts is True or self.likelihood.kind != "classes"
         """Whether the last axis of outputs is known to be that of the classes."""
+        self._is_unproved = False  # a sharded model's, whose sizes alone can show the axis
 
     def mask(self, x: Any) -> Tensor | None:
         """Which positions of a mapping's examples count (N, R); None if it hides none.
@@ -173,16 +174,36 @@ class Task:
     def check(self, f: Any, y: Any) -> None:
         """Raise an error unless targets fit the model's outputs, see `check_targets`."""
         check_targets(f, y, self.likelihood, may_ignore=self.may_ignore)
+        self.check_sizes(f)
+
+    def check_sizes(self, f: Tensor) -> None:
+        """Raise a ValueError if a sharded model's outputs may have the classes second; once.
+
+        Its layers are not run on one example, so that the sizes alone decide.
+        """
+        if self._is_unproved and not self.knows_axis and f.dim() > 2 and len(f):
+            if _has_equal_sizes(f):
+                raise ValueError(
+                    f"An example has outputs {tuple(f.shape[1:])}, whose classes may be second or "
+                    "last, and the layers of a model under fully_shard cannot show which. Add an "
+                    "axis, and pass y.unsqueeze(1): return f.unsqueeze(1) where the classes are "
+                    "last, and f.movedim(1, -1).unsqueeze(1) where they are second."
+                )
+            self.knows_axis = True
 
     def check_axis(self, model: nn.Module | None, x: Any, y: Any) -> None:
         """Raise a ValueError unless the classes are on the last axis of the outputs; asked once.
 
         For labels (N, H, W), outputs (N, C, H, W) with C = H = W have the shape that they have with
         classes last. Then the layer that returns them decides, run on one example: its features
-        are last if it is linear, and second if it is a convolution.
+        are last if it is linear, and second if it is a convolution. A model under `fully_shard` is
+        not run: `check_sizes` refuses such outputs when they are there.
         """
         may_be_wrong = isinstance(y, Tensor) and y.dim() > 1 and len(y)
-        if self.knows_axis or model is None or not may_be_wrong or is_sharded(model):
+        if self.knows_axis or model is None or not may_be_wrong:
+            return
+        if is_sharded(model):
+            self._is_unproved = True
             return
         index = torch.arange(1)
         x, y = (examples(x, index), y[index]) if splits_by_example(x, y) else (x, y)
@@ -197,7 +218,7 @@ class Task:
         f, is_last = result
         if f.dim() < 3:
             return
-        is_ambiguous = f.shape[-1] > 1 and len(set(f.shape[1:])) == 1
+        is_ambiguous = _has_equal_sizes(f)
         if is_ambiguous and not is_last:
             shape = tuple(f.shape[1:])
             words = "are second, and must be" if is_last is False else "may be second, or"
@@ -342,6 +363,11 @@ def _is_made_by_sigmoid(f: Tensor) -> bool:
             return True
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
     return False
+
+
+def _has_equal_sizes(f: Tensor) -> bool:
+    """Whether outputs (N, ...) have the same shape with any axis as the last."""
+    return f.shape[-1] > 1 and len(set(f.shape[1:])) == 1
 
 
 def _run_with_axis(model: nn.Module, x: Any) -> tuple[Tensor, bool | None]:

@@ -445,7 +445,9 @@ def predict_all(
     def of_batch(x: Any, y: Any) -> tuple[Prediction, Tensor]:
         y = task.targets(model, x, y)
         task.check_axis(model, x, y)
-        return _of_counted_terms(predict(x).to("cpu"), y.cpu(), likelihood)
+        prediction = predict(x).to("cpu")
+        task.check_sizes(prediction.mean)
+        return _of_counted_terms(prediction, y.cpu(), likelihood)
 
     parts = gathered(of_batch, batches, targets, "Predicting", progress, ranks)
     predicted = list(parts)

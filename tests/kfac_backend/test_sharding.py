@@ -33,7 +33,7 @@ from kfac_backend.optimizer import KFAC
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import gathered_state, local_part
-from marglik import Posterior, PriorLearner
+from marglik import Posterior, PriorLearner, map_predictive, predict_all
 from marglik.training.average import renew_batch_norm
 from tests.kfac_backend.layer_cases import case
 from tests.kfac_backend.test_ranks import error_of, tensors
@@ -196,6 +196,10 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "another's block": "RuntimeError: The values of",
         "one rank alone": "are kept by another rank. Bring all blocks to this one first",
         "no process group": "ValueError: The model is sharded over 2 ranks, and 1",
+        **dict.fromkeys(
+            ["classes second", "in training", "in predictions"],
+            "ValueError: An example has outputs (8, 8, 8), whose classes may be second or last",
+        ),
         "the group has ended": "RuntimeError: The process group of the ranks that share the model",
     }.items(),
 )
@@ -545,6 +549,29 @@ def of_shifted_labels() -> dict[str, Tensor]:
     return results
 
 
+class Segments(nn.Module):
+    """A convolution whose outputs (N, 1, 8, 8, 8) have an axis that shows where the classes are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Conv2d(3, 8, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).movedim(1, -1).unsqueeze(1)
+
+
+def of_pixels() -> dict[str, Tensor]:
+    """Loss and factors where classes and pixels have equal numbers, and the classes are second."""
+    (x, _), model = whole_data("cnn"), shard(Segments())
+    y = (8 * torch.sigmoid(x[:, 0])).long()
+    data = [(x, y.unsqueeze(1)) for x, y in batches(x, y)]
+    factors = kronecker_factors(model, data, "classification")
+    expected = F.cross_entropy(model(x).squeeze(1).movedim(-1, 1), y, reduction="sum")
+    assert float(factors.loss) == pytest.approx(float(expected), rel=1e-10)
+    return tensors("pixels", factors.gathered(Ranks()))
+
+
 def of_disturbed_kfac() -> dict[str, Tensor]:
     """Parameters after K-FAC's steps, with other passes in between and a state that is loaded."""
     (x, y), ranks = whole_data("cnn", 8), Ranks()
@@ -880,6 +907,7 @@ def refused() -> dict[str, str]:
     optimizer.step()
     state = optimizer.state_dict()
     of_linear = (normal(4, 4), torch.arange(4) % 3)
+    of_pixels, segments = (x, (x[:, 0] > 0).long()), shard(nn.Conv2d(3, 8, 1).double())
 
     def passes(model: nn.Module, data: Any, **options: Any) -> Any:
         return lambda: kronecker_factors(model, data, "classification", **options)
@@ -899,6 +927,13 @@ def refused() -> dict[str, str]:
             "classification", hessian_structure="diag"
         ).start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 2),
         "no process group": passes(model, [(x, y)], process_group=None),
+        "classes second": passes(segments, [of_pixels]),
+        "in training": lambda: PriorLearner("classification", mean_over="terms").start(
+            segments, torch.optim.SGD(segments.parameters(), 0.1), [of_pixels], 2
+        ),
+        "in predictions": lambda: predict_all(
+            map_predictive(segments, "classification"), [of_pixels]
+        ),
         "the group has ended": lambda: without_group(passes(model, [(x, y)])),
         "derivatives": lambda: factor_gradients(
             posterior.fitted_factors(), model, [], [y.double()], {}
@@ -917,7 +952,7 @@ def refused() -> dict[str, str]:
 def everything() -> dict[str, Any]:
     """All of it."""
     results = numbers(list(MODELS)) | of_layers() | of_drawn_labels()
-    results |= of_masks() | of_shifted_labels() | of_batch_norm()
+    results |= of_masks() | of_shifted_labels() | of_pixels() | of_batch_norm()
     results |= of_checkpoints()
     results |= of_corrected_eigenvalues() | of_whole_models()
     results |= {f"float32, {name}": tensor for name, tensor in in_lower_precision().items()}
