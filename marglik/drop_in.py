@@ -13,11 +13,11 @@ from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
 from kfac_backend.ranks import Ranks
 from marglik.laplace import Laplace, ParametricLaplace, fisher_of_backend
+from marglik.loaders import count_on_ranks
 from marglik.posterior.jacobian_ggn import Structure
 from marglik.posterior.prior import PriorStructure, precision_to_weight_decay
 from marglik.training.decay_policy import WEIGHT_DECAY
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import count_on_ranks
 from marglik.training.loop import OnlineTraining, ranks_of
 from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
 

@@ -26,10 +26,10 @@ from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.sharding import gathered_state, is_sharded, local_parts
 from marglik.callbacks.batches import StepInputs
+from marglik.loaders import EpochBatches
 from marglik.posterior.posterior import Posterior
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import EpochBatches
 
 with extra("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer

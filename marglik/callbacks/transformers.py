@@ -37,12 +37,12 @@ from kfac_backend.sharding import (
 )
 from marglik.callbacks.batches import StepInputs
 from marglik.eval_mode import eval_mode
+from marglik.loaders import EpochBatches
 from marglik.posterior.fitted_weights import running_statistics
 from marglik.posterior.posterior import Posterior
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learner import PriorLearner
-from marglik.training.loaders import EpochBatches
 
 with extra("transformers"):
     from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler

@@ -297,7 +297,12 @@ class Hyperparameters:
 
     @torch.no_grad()
     def update(
-        self, terms: EvidenceTerms, steps: int, temperature: float, largest: Tensor | None = None
+        self,
+        terms: EvidenceTerms,
+        steps: int,
+        temperature: float,
+        largest: Tensor | None = None,
+        pull: Tensor | None = None,
     ) -> list[float]:
         """Take steps that raise the evidence; returns it (nats) before each step and at the end.
 
@@ -306,6 +311,7 @@ class Hyperparameters:
             steps: number of steps.
             temperature: T.
             largest: δ of each group, (G,), that no step exceeds.
+            pull: added to the gradient of −evidence in log δ of each group (nats), (G,); of Adam.
 
         Raises:
             FloatingPointError: the evidence is not finite.
@@ -324,6 +330,8 @@ class Hyperparameters:
             if self.method == "adam":
                 in_blocks, in_sigma = terms.gradient(delta, sigma, T)
                 self._log_delta.grad = zeros.index_add(0, groups, -in_blocks.cpu())
+                if pull is not None:
+                    self._log_delta.grad += pull
                 if self.learn_sigma_noise:
                     self._log_sigma.grad = -in_sigma.cpu()
                 self._adam.step()
@@ -350,6 +358,7 @@ def update_prior(
     is_sample: bool = False,
     largest: Callable[[Posterior], Tensor | None] | None = None,
     settles_noise: bool = False,
+    pull: Callable[[Posterior], Tensor | None] | None = None,
     progress: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit a posterior, then take hyperparameter steps that raise its evidence.
@@ -368,6 +377,8 @@ def update_prior(
         largest: from the fitted posterior to the δ of each group, (G,), that no step exceeds; None,
             also as its value, for no limit.
         settles_noise: whether σ ends at its fixed point, if it is learned.
+        pull: from the fitted posterior to what is added to the gradient of −evidence in log δ of
+            each group, (G,); None, also as its value, for nothing.
         progress: whether to show a bar over the batches.
 
     Returns:
@@ -392,7 +403,8 @@ def update_prior(
     terms = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
     limits = None if largest is None else largest(posterior)
-    evidences = hyperparameters.update(terms, steps, T, limits)
+    pulls = None if pull is None else pull(posterior)
+    evidences = hyperparameters.update(terms, steps, T, limits, pulls)
     if settles_noise and hyperparameters.learn_sigma_noise:
         evidences[-1] = hyperparameters.settle_noise(terms, T)
     if ranks.size > 1:

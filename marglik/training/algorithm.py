@@ -27,6 +27,7 @@ have equally many examples: only then is that the gradient of the mean over all 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,7 @@ from torch import Tensor
 from kfac_backend.sharding import is_sharded
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import Hyperparameters, add_penalty, update_prior
+from marglik.training import held_out
 from marglik.training.average import take_average
 from marglik.training.learned_numbers import (
     check_learned_numbers,
@@ -166,6 +168,10 @@ def fit(
     curvature, data = pass_of_update(problem, state, plan, is_last)
     is_sample, former = plan.num_examples < N, state.posterior
     settles = options.policy.settles_noise and options.schedule.keep == "last"
+    pull = None
+    if steps and not is_last and problem.corrects_decays:
+        look = held_out.look_at_held_out(problem, state)
+        pull = partial(held_out.correct, problem, state, look)
     state.measures.has_estimates |= is_sample or curvature.make_fisher().draws
     state.posterior = posterior = Posterior(
         problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,
@@ -181,7 +187,7 @@ def fit(
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=is_sample, progress=problem.progress,
                 largest=options.policy.limits(problem, state, is_last),
-                settles_noise=is_last and settles,
+                settles_noise=is_last and settles, pull=pull,
             )  # fmt: skip
         record |= plan._asdict() | {"num_data": N}
         if posterior.factors is not None:

@@ -29,7 +29,7 @@ from kfac_backend.sharding import (
     with_local_parts,
 )
 from marglik.eval_mode import preserve_mode
-from marglik.training.loaders import Loader, own_iteration
+from marglik.loaders import Loader, own_iteration
 from marglik.training.random_state import random_numbers_restored
 from marglik.training.samples import sampled
 

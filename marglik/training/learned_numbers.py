@@ -39,11 +39,11 @@ from kfac_backend.likelihoods import Likelihood
 from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
 from marglik.eval_mode import eval_mode
+from marglik.loaders import Loader, own_iteration
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_sharpness, scaled_loss
 from marglik.prediction.predictive import outputs_of
 from marglik.training.average import averaged
-from marglik.training.loaders import Loader, own_iteration
 from marglik.training.random_state import random_numbers_restored
 from marglik.training.samples import sampled
 from marglik.training.state import LearnerState, Problem

@@ -17,6 +17,7 @@ from kfac_backend.likelihoods import Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys
 from kfac_backend.ranks import Ranks
 from marglik.augmentation.ranges import ranges_of
+from marglik.loaders import Loader, steps_in_epoch
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups, precision_to_weight_decay
 from marglik.training import algorithm
@@ -24,7 +25,6 @@ from marglik.training.average import averaged
 from marglik.training.decay_policy import DecayPolicy
 from marglik.training.hooks import StepHooks, active_hooks
 from marglik.training.learned_numbers import validation_loss
-from marglik.training.loaders import Loader, steps_in_epoch
 from marglik.training.loss_agreement import LossCheck
 from marglik.training.schedule import Schedule
 from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of

@@ -48,18 +48,18 @@ from kfac_backend.optimizer import KFAC
 from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import preserve_mode
-from marglik.prediction.suspicious_labels import TrainingProbabilities
-from marglik.prediction.verdict import verdict
-from marglik.storage.checkpoint import Checkpoints
-from marglik.training import algorithm
-from marglik.training.learner import PriorLearner
-from marglik.training.loaders import (
+from marglik.loaders import (
     Loader,
     check_shards,
     check_workers,
     generators_of,
     samplers_of,
 )
+from marglik.prediction.suspicious_labels import TrainingProbabilities
+from marglik.prediction.verdict import verdict
+from marglik.storage.checkpoint import Checkpoints
+from marglik.training import algorithm
+from marglik.training.learner import PriorLearner
 from marglik.training.random_state import own_random_numbers, random_state, set_random_state
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import nn
 
 from kfac_backend.engine.model_calls import forked_random_numbers
 from kfac_backend.ranks import Ranks
-from marglik.training.loaders import generators_of
+from marglik.loaders import generators_of
 
 
 def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from kfac_backend.engine.batches import length
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
+from marglik.loaders import EpochBatches, Loader, own_iteration
 from marglik.posterior.posterior import Posterior
-from marglik.training.loaders import EpochBatches, Loader, own_iteration
 from marglik.training.random_state import random_numbers_restored
 
 if TYPE_CHECKING:

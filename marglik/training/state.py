@@ -21,10 +21,18 @@ from kfac_backend.likelihoods import Likelihood, counted_terms, likelihood_of, l
 from kfac_backend.optimizer.loss_check import MeanOver
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from kfac_backend.ranks import Ranks
-from kfac_backend.sharding import check_part, check_whole, digest, local_parts, part_of_ranks
+from kfac_backend.sharding import (
+    check_part,
+    check_whole,
+    digest,
+    is_sharded,
+    local_parts,
+    part_of_ranks,
+)
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import RangeLearner, ranges_of, set_ranges
 from marglik.eval_mode import eval_mode
+from marglik.loaders import Loader, check_shards, count_on_ranks
 from marglik.posterior.jacobian_ggn import Structure
 from marglik.posterior.jacobians import parameter_vector
 from marglik.posterior.posterior import Posterior, check_structure
@@ -37,7 +45,6 @@ from marglik.posterior.prior import (
 )
 from marglik.training.average import WeightAverage, batch_norms
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy, Measures
-from marglik.training.loaders import Loader, check_shards, count_on_ranks
 from marglik.training.loss_agreement import warn_of_another_loss
 from marglik.training.samples import FEWEST, SHARE
 from marglik.training.schedule import CurvatureFrom, Schedule
@@ -101,6 +108,11 @@ class LearnerOptions:
         check_structure(self.curvature, self.hessian_structure, "hessian_structure")
         for name in ("weight_decay", "temperature", "loss_scale"):
             check_positive(name, getattr(self, name))
+        if self.method == "mackay" and self.policy.lowering:
+            raise ValueError(
+                "lowering=True adds to the gradient in log δ, and method='mackay' takes no steps "
+                "along a gradient. Pass method='adam', or lowering=False."
+            )
         if self.learn_sigma_noise and not self.likelihood.has_sigma:
             raise ValueError(
                 f"learn_sigma_noise=True is for likelihood 'regression', not '{self.likelihood}'."
@@ -222,9 +234,11 @@ class Problem:
         ranks = Ranks() if ranks is None else ranks
         check_shards(loader, ranks)
         N = count_on_ranks(loader, ranks, options.curvature)
-        return cls(
+        problem = cls(
             options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
         )
+        problem.check_corrections()
+        return problem
 
     def initial_hyperparameters(self) -> Hyperparameters:
         """The hyperparameters that learning begins with."""
@@ -321,6 +335,28 @@ class Problem:
         likelihood = self.options.likelihood
         return self.options.learns and likelihood.has_label_noise and bool(likelihood.to_learn())
 
+    @property
+    def corrects_decays(self) -> bool:
+        """Whether held-out labels correct the decays, see `marglik.training.held_out`."""
+        return self.options.policy.uses_held_out and self.options.learns
+
+    def check_corrections(self) -> None:
+        """Raise a ValueError if held-out labels shall correct the decays, and cannot."""
+        options, lacks = self.options, None
+        if options.likelihood.name not in ("classification", "noisy_classification"):
+            lacks = f"a classifier, not likelihood '{options.likelihood}'"
+        elif options.hessian_structure != "kron":
+            lacks = f"hessian_structure='kron', not {options.hessian_structure!r}"
+        elif is_sharded(self.model):
+            lacks = "whole parameters, not a model under fully_shard"
+        elif self.held_out is None:
+            lacks = "held-out batches: pass held_out to start"
+        if self.corrects_decays and lacks:
+            raise ValueError(
+                f"raise_limit and lowering need {lacks}. Leave both out to learn the decays by the "
+                "evidence alone."
+            )
+
     def look_at_data(
         self,
         likelihood: Likelihood,
@@ -415,6 +451,7 @@ class Problem:
             "steps_per_epoch": self.steps_per_epoch,
             "optimisers": [part.names for part in self.parts],
             "held-out labels": self.learns_label_noise and self.held_out is not None,
+            "held-out labels correct decays": self.corrects_decays,
             **{f"parameter '{n}'": f"{[*p.shape]}, {p.dtype}" for n, p in self.named.items()},
             **{k: v for k, v in asdict(options.schedule).items() if k != "epochs"},
             **asdict(options.policy),
@@ -569,6 +606,8 @@ class LearnerState:
         numbers |= {f"range/{name}": value for name, value in ranges.items()}
         if "sigma_noise" in record:
             numbers["sigma_noise"] = record["sigma_noise"]
+        if self.measures.log_factor:
+            numbers["log_factor_of_decays"] = self.measures.log_factor
         if self.likelihood.has_label_noise:
             numbers["label_noise"] = self.likelihood.parameters["noise"].item()
         return numbers

@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "random labels": {"curvature": {"fisher": "mc"}},
     "regression, MacKay": {"likelihood": "regression", "method": "mackay"},
     "noisy labels": {"likelihood": "noisy_classification", "epochs": 10},
+    "corrected": {"corrects": True, "epochs": 6, "every": 1, "keep": "last", "average": "last"},
     "the sampler's generator": {"sampler": True},
     "images": {"images": True},
     "ranges": {"images": True, "augmented": True, "keep": "last"},
@@ -91,6 +92,8 @@ def make(
         learn_sigma_noise=is_regression,
         curvature_from=options.get("curvature_from", "pass"),
         rest=options.get("rest", DecayPolicy().rest),
+        raise_limit=1.2 if "corrects" in options else None,
+        lowering="corrects" in options,
         schedule=Schedule(
             options.get("epochs", 4), every=options.get("every", 2), steps=5,
             burn_in=options.get("burn_in", 0), keep=options.get("keep", "best"),
@@ -104,7 +107,9 @@ def make(
         loader = loader or batches(likelihood, options.get("n", 23), options.get("batch_size", 8))
     elif loader is None:
         loader, curvature_loader = _loaders(options, dtype, seed)
-    held_out = batches(likelihood, 300, 100) if likelihood == "noisy_classification" else None
+    has_held_out = likelihood == "noisy_classification" or "corrects" in options
+    size = 30 if "corrects" in options else 100
+    held_out = batches(likelihood, 300, size) if has_held_out else None
     return OnlineTraining(
         model, optimizer, loader, learner, scheduler=scheduler(optimizer),
         curvature_loader=curvature_loader, on_record=on_record, fabric=fabric, held_out=held_out,

@@ -51,6 +51,7 @@ def test_interrupted_after_any_record(case, tmp_path):
     """Epochs 1, 2, update 2, epochs 3, 4, update 4: after each, and never, with SGD."""
     num_records = len(uninterrupted(case)["records"])
     expected = {"no update": 4, "averaged": 9, "noisy labels": 15, "rests": 12}
+    expected["corrected"] = 12
     assert num_records == expected.get(case, 6)
     stops = {"SGD": range(1, num_records + 2), "averaged": (5, num_records), "noisy labels": (12,)}
     stops["rests"] = (7,)  # in epoch 5, when one of two updates has been left out

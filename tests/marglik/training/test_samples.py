@@ -14,8 +14,8 @@ from kfac_backend.engine import driver
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
+from marglik.loaders import own_iteration
 from marglik.training.algorithm import end_of_epoch, finish
-from marglik.training.loaders import own_iteration
 from marglik.training.samples import curvature_plan, examples_for_gamma, sample_size, sampled
 from marglik.training.schedule import Schedule
 

@@ -1,0 +1,276 @@
+"""How held-out labels correct the weight decays that the evidence learns, see `DecayPolicy`.
+
+Training minimises L(θ; δ) = Σ ℓ_n/T + ½ Σ_g δ_g ‖θ_g‖². V is the held-out mean loss. A change of
+log δ_g moves the parameters θ̄ by −f(H/T + P₀) δ_g θ̄_g after a time h of gradient flow, with
+f(s) = (1 − e^(−hs))/s. So dV/d log δ_g = −∇V(θ̄)ᵀ f(H/T + P₀) δ_g θ̄_g, exact at the minimum of a
+quadratic L. In the limit of long training f(s) = 1/s, as in Larsen et al. 1996 ("Adaptive
+regularization in neural network modeling") and Lorraine et al. 2020 (arXiv:1911.02590). f is
+computed for each block in the eigenbasis of B ⊗ A.
+
+A step of SGD on the mean loss is a time of lr/((1 − momentum) N). Optimisers that divide the
+gradient by its size have no such time: for them f(s) = 1/s.
+"""
+
+import math
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kfac_backend.blocks.block import decompose
+from kfac_backend.engine.batches import (
+    arguments,
+    examples,
+    length,
+    split_batch,
+    splits_by_example,
+    to_device,
+)
+from kfac_backend.engine.model_calls import logits_of
+from kfac_backend.engine.task import Task
+from kfac_backend.likelihoods import counted_terms, with_label_noise
+from marglik.eval_mode import eval_mode
+from marglik.posterior.posterior import Posterior
+from marglik.prediction.calibration import HeldOut, fit_sharpness
+from marglik.training.average import averaged
+from marglik.training.learned_numbers import outputs_and_labels
+from marglik.training.random_state import random_numbers_restored, seeded_random_numbers
+from marglik.training.schedule import LATE_SHARE
+
+if TYPE_CHECKING:
+    from marglik.training.decay_policy import Measures
+    from marglik.training.state import LearnerState, Problem
+
+NUM_PARTS = 10
+"""Parts of the held-out data, whose gradients differ by their sampling error."""
+OPEN = 1.0
+"""Standard errors by which the held-out loss must lie above its best so far."""
+RISE = 0.5
+"""Added to the logarithm of the common factor in an update with an open gate."""
+DECLINE = 0.9
+"""Factor on that logarithm in an update with a closed gate."""
+LOWERING = 0.3 * 10
+"""Weight of the held-out gradient beside the evidence's, both in nats of all N examples."""
+
+
+@dataclass(frozen=True)
+class HeldOutLook:
+    """The average of the parameters, as the held-out data judges it."""
+
+    losses: Tensor
+    """−log((1 − ε) p_τ(y) + ε/C) of each held-out term (nats), (M,), with τ and ε fitted there."""
+    gradients: list[list[Tensor]]
+    """∇V of each part of the data, one tensor for each trainable parameter."""
+    parameters: list[Tensor]
+    """θ̄ of each trainable parameter."""
+
+
+# --- the held-out gradient ---
+
+
+def response(spectrum: Tensor, time: float) -> Tensor:
+    """f(s) = (1 − e^(−hs))/s for eigenvalues s > 0 and a time h; 1/s for h = ∞."""
+    return -torch.expm1(-time * spectrum) / spectrum
+
+
+def displacements(
+    posterior: Posterior, parameters: list[Tensor], times: list[float]
+) -> list[Tensor]:
+    """f(H/(σ²T) + P₀) δ_g θ_g of each tensor, by which it shrinks per unit of log δ_g.
+
+    Args:
+        posterior: fitted, with Kronecker factors; gives H, δ, σ and T.
+        parameters: θ of each trainable tensor, in the posterior's order.
+        times: h of each tensor; ∞ for a minimum.
+    """
+    factors = posterior.fitted_factors()
+    device = parameters[0].device
+    eigen = decompose(factors.blocks.values(), posterior.ranks, device)
+    scale = 1 / (posterior.sigma_noise.double().square() * posterior.temperature).item()
+    deltas = posterior.of_blocks(posterior.prior_precision).tolist()
+    moved = []
+    for block, of_block, theta, delta, time in zip(
+        factors.blocks.values(), eigen, parameters, deltas, times, strict=True
+    ):
+        pull = delta * theta.detach().double().flatten()
+        pull[slice(*block.constants)] = 0.0  # constants have no prior
+        own = of_block.to(dtype=torch.float64)
+        values = response(scale * own.spectrum() + delta, time)
+        moved.append(own.power_matvec(pull, values, 1.0).view(theta.shape))
+    return moved
+
+
+def gradients_in_log_decays(look: HeldOutLook, moved: list[Tensor]) -> Tensor:
+    """dV/d log δ of each tensor, by each part of the held-out data: (parts, tensors), float64."""
+    rows = [
+        [-(g.double() * u).sum() for g, u in zip(of_part, moved, strict=True)]
+        for of_part in look.gradients
+    ]
+    return torch.stack([torch.stack(row) for row in rows]).cpu()
+
+
+def times_left(problem: "Problem", state: "LearnerState") -> list[float]:
+    """The time h of gradient flow in the steps that follow, of each trainable tensor.
+
+    Where the number of epochs is not known, as many steps as were made.
+    """
+    epochs = problem.options.schedule.epochs
+    share = 1.0 if epochs is None else max(epochs - state.epoch, 1) / max(state.epoch, 1)
+    times = [math.inf] * len(problem.named)
+    T, N = problem.options.temperature, problem.num_data
+    for part in problem.parts:
+        if isinstance(part.optimizer, torch.optim.SGD):
+            group = part.optimizer.param_groups[0]
+            rate = group["lr"] / max(1 - group["momentum"], 1e-3) * state.gradient_scale
+            for i in part.tensors:
+                times[i] = rate * T * share * state.steps[part.index] / N
+    return times
+
+
+# --- a look at the held-out data ---
+
+
+def look_at_held_out(problem: "Problem", state: "LearnerState") -> HeldOutLook:
+    """The losses of the held-out labels at the average, and their gradients; collective."""
+    model, ranks, batches = problem.model, problem.ranks, problem.held_out
+    assert batches is not None
+    parameters = list(problem.named.values())
+    device = parameters[0].device
+    # A loader that shuffles has the same order each time, so that losses can be compared by term.
+    with (
+        random_numbers_restored(problem.loader, batches),
+        seeded_random_numbers(model, 0),
+        averaged(problem, state),
+    ):
+        f, spread, y = outputs_and_labels(problem, state, batches)
+        likelihood = state.likelihood
+        if likelihood.has_label_noise:
+            likelihood = likelihood.replace(noise=0.0)
+        fit = fit_sharpness(HeldOut(likelihood, f, spread, y, is_sampled=True), scale=0.0)
+        temperature, noise = ranks.gather((fit.output_temperature, fit.label_noise))[0]
+        losses = _losses(f.double(), y, temperature, noise)
+        sums = [[torch.zeros_like(p) for p in parameters] for _ in range(NUM_PARTS)]
+        counts = torch.zeros(NUM_PARTS, dtype=torch.float64)
+        for part, x, labels in _parts(problem, state, batches):
+            with eval_mode(model), torch.enable_grad():
+                # A copy, since a model may change its input in place.
+                args, kwargs = arguments(model, deepcopy(to_device(x, device)))
+                outputs = logits_of(model(*args, **kwargs))
+                counted = counted_terms(labels, likelihood)
+                outputs, labels = outputs.flatten(0, -2), labels.flatten().to(outputs.device)
+                if counted is not None:
+                    is_counted = counted.flatten().to(outputs.device)
+                    outputs, labels = outputs[is_counted], labels[is_counted]
+                value = _losses(outputs, labels, temperature, noise).sum()
+                gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+            counts[part] += len(labels)
+            for total, gradient in zip(sums[part], gradients, strict=True):
+                if gradient is not None:
+                    total += gradient
+        for of_part in sums:
+            ranks.sum_(of_part)
+        counts = torch.stack(ranks.gather(counts)).sum(0)
+        means = [
+            [total / number for total in of_part]
+            for of_part, number in zip(sums, counts.tolist(), strict=True)
+            if number
+        ]
+        return HeldOutLook(losses, means, [p.detach().clone() for p in parameters])
+
+
+def _losses(f: Tensor, y: Tensor, temperature: float, noise: float) -> Tensor:
+    """−log((1 − ε) softmax(f/τ)_y + ε/C) of each term."""
+    log_p = (f / temperature).log_softmax(-1).gather(-1, y.long()[:, None])[:, 0]
+    return -with_label_noise(
+        log_p, torch.tensor(noise, dtype=f.dtype, device=f.device), f.shape[-1]
+    )
+
+
+def _parts(
+    problem: "Problem", state: "LearnerState", batches: Any
+) -> Iterator[tuple[int, Any, Tensor]]:
+    """The number of a part, inputs and labels: of batches in turn, or of pieces of few batches.
+
+    With ten batches or more, the parts of several ranks together are those of one process.
+    """
+    task = Task(state.likelihood, problem.options.curvature)
+    pieces = -(-NUM_PARTS // max(length(batches) or NUM_PARTS, 1))
+    number = 0
+    for batch in batches:
+        x, labels = split_batch(batch, task.options)
+        labels = task.targets(problem.model, x, labels)
+        N = len(labels)
+        count = min(pieces, N) if splits_by_example(x, labels) else 1
+        for i in range(count):
+            piece = slice(i * N // count, (i + 1) * N // count)
+            yield number % NUM_PARTS, examples(x, piece) if count > 1 else x, labels[piece]
+            number += 1
+
+
+# --- the rule ---
+
+
+def correct(
+    problem: "Problem", state: "LearnerState", look: HeldOutLook, posterior: Posterior
+) -> Tensor | None:
+    """Open or close the gate; returns the pull on log δ of each group, (G,), None if there is none.
+
+    The pull is added to the gradient of −log evidence (nats).
+    """
+    policy, measures, hyper = problem.options.policy, state.measures, state.hyperparameters
+    with torch.no_grad():
+        posterior.prior_precision = hyper.groups.of_tensors(hyper.prior_precision)
+        moved = displacements(posterior, look.parameters, times_left(problem, state))
+        by_part = gradients_in_log_decays(look, moved)
+    is_weight = torch.tensor([p.dim() > 1 for p in problem.named.values()])
+    of_all = by_part[:, is_weight].sum().item()
+    z = move_gate(
+        measures,
+        look.losses,
+        rising_helps=of_all < 0,
+        is_early=_is_early(problem, state),
+        limit=policy.raise_limit,
+    )
+    if z > OPEN or not policy.lowering:
+        return None
+    in_groups = torch.stack([hyper.groups.sum_over_tensors(row) for row in by_part])
+    return LOWERING * problem.num_data * shrunk(in_groups).clamp(min=0)
+
+
+def move_gate(
+    measures: "Measures", losses: Tensor, *, rising_helps: bool, is_early: bool, limit: float | None
+) -> float:
+    """Raise or lower the common factor; returns z.
+
+    z is the mean difference of the losses and those of the best update so far, in its standard
+    errors.
+    """
+    best, z = measures.best_losses, 0.0
+    if best is not None and best.shape == losses.shape:
+        difference = losses - best
+        error = difference.std().item() / math.sqrt(len(losses))
+        z = difference.mean().item() / max(error, 1e-12)
+    if best is None or best.shape != losses.shape or losses.mean() < best.mean():
+        measures.best_losses = losses
+    if limit is not None and z > OPEN and rising_helps and not is_early:
+        measures.log_factor = min(limit, measures.log_factor + RISE)
+    else:
+        measures.log_factor *= DECLINE
+    return z
+
+
+def shrunk(of_parts: Tensor) -> Tensor:
+    """The mean over parts, times max(0, 1 − 1/t²), t the mean over its standard error."""
+    mean = of_parts.mean(0)
+    error = of_parts.std(0) / math.sqrt(len(of_parts))
+    return mean * (1 - (error / mean.abs().clamp(min=1e-30)).square()).clamp(min=0)
+
+
+def _is_early(problem: "Problem", state: "LearnerState") -> bool:
+    """Whether less than half of the epochs before the last third, or of ``updates``, have ended."""
+    schedule = problem.options.schedule
+    total = schedule.updates if schedule.epochs is None else (1 - LATE_SHARE) * schedule.epochs
+    return state.epoch < total / 2
