@@ -1,4 +1,4 @@
-"""Laplace marginal likelihoods that learn a weight decay per layer while the network trains.
+"""Learn a weight decay per parameter tensor during training, by Laplace marginal likelihoods.
 
 Names are imported when they are first used, since some of their modules take long to import.
 """

@@ -50,8 +50,8 @@ ARGUMENTS = {
     "report": "FOLDERS [OPTIONS]",
 }
 DESCRIPTION = (
-    "Learn a weight decay per layer while the network trains, and get calibrated predictions "
-    "afterwards."
+    "Learn a weight decay per parameter tensor while the network trains, and get calibrated "
+    "predictions afterwards."
 )
 FUNCTIONS = {
     "train": "marglik.runs.train:train",

@@ -1,1 +1,1 @@
-"""What a model shows: calling it, hooks on its layers, the proofs that they see all."""
+"""Run a model and capture the inputs and output gradients of its layers."""

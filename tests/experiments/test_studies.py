@@ -34,6 +34,7 @@ from experiments.uci import beyond_the_data, heteroscedastic, regression
 from experiments.weight_decay import (
     any_loop,
     default_options,
+    held_out_labels,
     late_fit,
     presets,
     sampled_updates,
@@ -60,6 +61,7 @@ TABLES = {
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
     "label_noise": ("labels.label_noise",),
     "large_classes": ("speed.large_classes",),
+    "held_out_labels": ("weight_decay.held_out_labels",),
     "late_fit": ("weight_decay.late_fit",),
     "learned_ranges": ("augmentation.learned_ranges",),
     "optimizer_comparison": ("optimizers.optimizer_comparison",),
@@ -331,6 +333,14 @@ def small_any_loop(patch):
     patch.setattr(any_loop, "EPOCHS", 3)
     patch.setattr(any_loop, "LATE", 2)
     return [record_of(any_loop.run, any_loop.Config(name, 0))], any_loop.table
+
+
+def small_held_out_labels(patch):
+    name = "digits, BatchNorm"
+    small = replace(held_out_labels.PROBLEMS[name], examples=60, held_out=20, epochs=3)
+    patch.setitem(held_out_labels.PROBLEMS, name, small)
+    result = record_of(held_out_labels.run, held_out_labels.Config(name, 0.2, 0))
+    return [result], held_out_labels.table
 
 
 def small_late_fit(patch):
