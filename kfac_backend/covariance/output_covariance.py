@@ -238,8 +238,8 @@ class OutputCovariance:
     def _measure(self, x: Any, K: int | None) -> _Sizes:
         """How many pairs of this shape fit into the memory, by one vector's gradients."""
         N = num_examples(x)
-        batch = BatchTrial(splits=True) if N == 1 else try_batch(self._model, x, N)
-        x = first_and_last(x, N) if batch.splits else x
+        batch = BatchTrial(can_split=True) if N == 1 else try_batch(self._model, x, N)
+        x = first_and_last(x, N) if batch.can_split else x
         measured = HeldGradients(self._gradients)
         with self._capture(measured) as capture:
             f = capture.forward(x)
@@ -250,7 +250,7 @@ class OutputCovariance:
         of_pair = (measured.nbytes * (K or f.shape[-1]) + f.nbytes) // len(f)
         room = self._memory - (PRODUCTS + 2) * self._product_bytes
         part = max(1, room // max(1, of_pair))
-        return _Sizes(f.shape[1:], part if batch.splits else None, batch.channels_last)
+        return _Sizes(f.shape[1:], part if batch.can_split else None, batch.channels_last)
 
     def _mask(self, x: Any, sizes: _Sizes, positions: Tensor | None) -> Tensor:
         """The mask of the wanted positions: (N,) for outputs (N, C), else (N, ...)."""

@@ -60,7 +60,7 @@ def mode_and_traces(
     mask: Tensor | None,
     *,
     num_dimensions: int,
-    splits: bool,
+    can_split: bool,
 ) -> ModeAndTraces:
     """What a rank's first batch says about the mode.
 
@@ -72,13 +72,13 @@ def mode_and_traces(
         y: the targets.
         mask: which positions count.
         num_dimensions: the number of the outputs' axes.
-        splits: whether a few of the examples may run alone.
+        can_split: whether a few of the examples may run alone.
     """
     mode = automatic_mode(num_dimensions)
     if mode == "expand":
         return mode, {}
     # All of them where the model needs a whole batch, of which the first decide, too.
-    if splits:
+    if can_split:
         first = slice(EXAMPLES)
         x, y, mask = examples(x, first), y[first], None if mask is None else mask[first]
     # Dropout that is on must not use up the user's random numbers.

@@ -33,23 +33,23 @@ class Search:
 
     Args:
         model: the model.
-        splits: whether examples alone have the outputs that they have together.
+        can_split: whether examples alone have the outputs that they have together.
         x: a few examples.
         N: their number; None if it is not known.
         counted: the loss terms (N, ...) that count; None is all.
     """
 
     def __init__(
-        self, model: nn.Module, splits: bool, x: Any, N: int | None, counted: Tensor | None
+        self, model: nn.Module, can_split: bool, x: Any, N: int | None, counted: Tensor | None
     ) -> None:
         self.model, self.N, self.few = model, N, x
         self._batches = [(x, counted)]
         if N is not None and N > 1:
-            again, numbers = with_first_again(x, N, splits)
+            again, numbers = with_first_again(x, N, can_split)
             if numbers is not None:
                 of_them = None if counted is None else counted[numbers.to(counted.device)]
                 # Where the copy replaces another example, that one is compared, too.
-                self._batches = [(again, of_them), *([] if splits else self._batches)]
+                self._batches = [(again, of_them), *([] if can_split else self._batches)]
 
     def check(self, assignment: RuleAssignment) -> Comparison:
         """Compare the hooks with autograd on these examples, and on the first of them again."""
@@ -427,7 +427,7 @@ def check_parts(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
         raise Refusal({n: every[n] for n in comparison.wrong if n in every} or every)
 
 
-def with_first_again(x: Any, N: int, splits: bool = True) -> tuple[Any, Tensor | None]:
+def with_first_again(x: Any, N: int, can_split: bool = True) -> tuple[Any, Tensor | None]:
     """The N examples with the first one again at the end, and the example index of each row.
 
     This exposes a forward that changes the order of the examples, also where they happen to be in
@@ -437,15 +437,15 @@ def with_first_again(x: Any, N: int, splits: bool = True) -> tuple[Any, Tensor |
     Args:
         x: the examples.
         N: their number.
-        splits: whether the model takes batches of another size. If not, the copy replaces the last
-            example of a batch of at least three; a smaller batch is returned as it is, with None
-            for the indices.
+        can_split: whether the model takes batches of another size. If not, the copy replaces the
+            last example of a batch of at least three; a smaller batch is returned as it is, with
+            None for the indices.
     """
-    if not splits and N < 3:
+    if not can_split and N < 3:
         return x, None
     tensors = x.values() if isinstance(x, dict) else [x]
     device = next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
-    numbers = torch.arange(N + 1 if splits else N, device=device)
+    numbers = torch.arange(N + 1 if can_split else N, device=device)
     numbers[-1] = 0
     again = try_twice(lambda: examples(x, numbers))  # objects of the user's may take slices alone
     return (again, numbers) if type(again) is type(x) else (x, None)

@@ -451,14 +451,14 @@ class Capture:
         if not self.sink.differentiable:
             a = a.detach()
         # Step 1: what this run works on, as the proof has found.
-        record, N = self.runs, self.runs.num_examples
-        number, kind = record.begin(tracked, self.assignment)
+        runs, N = self.runs, self.runs.num_examples
+        number, kind = runs.begin(tracked, self.assignment)
         if kind == "followed" and self.follower and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
             use = Use(a.expand(N, *a.shape))
             self.report_input(tracked, use)
-            record.reached[tracked, number] = False
+            runs.reached[tracked, number] = False
             if not (self.sink.needs_inputs or tracked.rule.needs_input):
                 use = Use(a.new_empty(0))
             return self.follower.start_expression(tracked, number, use, output)
@@ -468,24 +468,24 @@ class Capture:
         declared = current_rows()
         rows = None if declared is None else rows_of(tracked, a, declared)
         if rows is not None and rows.of_positions and not rows.all_count:
-            record.masked.add(tracked)
+            runs.masked.add(tracked)
         if rows is None and declared is not None and N and len(a) == N:
             features = 1 if tracked.rule.takes_integers else a.shape[tracked.rule.features]
             if (number_of_all := a.numel() // max(features, 1)) > N:
-                record.unmasked[str(tracked)] = number_of_all
+                runs.unmasked[str(tracked)] = number_of_all
         # Not within a mask of positions: it would have to be grouped in the same way.
         if kind == "consecutive" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
-            record.rows.add((tracked, len(a) // N))
+            runs.rows.add((tracked, len(a) // N))
             if len(a) % N:
-                record.not_divisible.append(tracked)
+                runs.not_divisible.append(tracked)
         # Step 3: report the input, and remember that a gradient has to come.
         use = Use(a if rows is None else rows.flatten(a), rows)
         if kind != "constant":
             self.report_input(tracked, use)
             # An empty output, as of a graph without edges, gets no gradient, and is no constant.
             if output.numel():
-                record.reached[tracked, number] = False
+                runs.reached[tracked, number] = False
         if not (self.sink.needs_inputs or tracked.rule.needs_input):
             use = Use(a.new_empty(0), rows)  # the hooks would keep the input in memory
         return self._with_hook(output, tracked, use, number, is_constant=kind == "constant")

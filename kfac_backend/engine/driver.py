@@ -257,7 +257,7 @@ class Driver:
             proof = self.proof
             of_this_rank = mode_and_traces(
                 self.model, proof.assignment, self.task.likelihood, x, y, mask,
-                num_dimensions=proof.output_dim, splits=proof.batch.splits,
+                num_dimensions=proof.output_dim, can_split=proof.batch.can_split,
             )  # fmt: skip
             self.kfac_approx = common_mode(self.ranks.gather(of_this_rank))
         return y

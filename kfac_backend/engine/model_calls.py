@@ -366,7 +366,7 @@ def noise_like(x: Tensor) -> Tensor:
 class BatchTrial:
     """How a model takes batches."""
 
-    splits: bool = False
+    can_split: bool = False
     """Whether examples alone have the outputs that they have together, so that a few may run."""
     channels_last: bool = False
     """Whether convolutions run in that memory format, which is faster; only rounding changes."""
@@ -396,10 +396,10 @@ def try_batch(model: nn.Module, x: Any, N: int | None) -> BatchTrial:
             if weights:
                 f = try_twice(lambda: call_with(model, weights, ends))
                 channels_last = not isinstance(f, Exception) and close(both, f)
-        splits = len(alone) == len(both) == 2 and all(
+        can_split = len(alone) == len(both) == 2 and all(
             close(both[k : k + 1], f) for k, f in enumerate(alone)
         )
-        return BatchTrial(splits, channels_last)
+        return BatchTrial(can_split, channels_last)
 
     tried = try_twice(trial)
     # A model that needs a whole batch gets one. If it fails on that, too, the pass says why.

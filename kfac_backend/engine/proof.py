@@ -110,7 +110,7 @@ class Proof:
         if N is not None:
             self.batch = try_batch(self._model, x, N)
             x, N, counted = self._few(x, N, counted)
-        search = Search(self._model, self.batch.splits, x, N, counted)
+        search = Search(self._model, self.batch.can_split, x, N, counted)
         try:
             with forked_random_numbers(self._model):
                 while True:  # ends, as each refusal takes parameters away or raises
@@ -138,7 +138,7 @@ class Proof:
 
     def _few(self, x: Any, N: int, counted: Tensor | None) -> tuple[Any, int, Tensor | None]:
         """Some examples, spread evenly over the batch, if it can be split."""
-        if not self.batch.splits or N <= MOST_EXAMPLES:
+        if not self.batch.can_split or N <= MOST_EXAMPLES:
             return x, N, counted
         device = next(self._model.parameters()).device
         index = torch.linspace(0, N - 1, MOST_EXAMPLES, dtype=torch.float64).long().to(device)
@@ -149,7 +149,7 @@ class Proof:
 
         Other numbers may have opened a gate, behind which examples mix or a parameter is used.
         """
-        if not self.batch.splits or N is None or N < 2 or not isinstance(x, Tensor | dict):
+        if not self.batch.can_split or N is None or N < 2 or not isinstance(x, Tensor | dict):
             return False
         x, numbers = with_first_again(examples(x, slice(2)), 2)
         counted = (
@@ -179,7 +179,7 @@ class Proof:
         had as many rows as the others in all batches.
         """
         x, N, counted = self._few(x, N, counted)
-        search = Search(self._model, self.batch.splits, x, N, counted)
+        search = Search(self._model, self.batch.can_split, x, N, counted)
         with forked_random_numbers(self._model):
             comparison = search.check(self.assignment)
         for tracked in comparison.mixed or comparison.runs.not_divisible:
