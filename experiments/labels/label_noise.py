@@ -138,19 +138,19 @@ def wrong_labels(p: Tensor, y: Tensor, true: Tensor, scores: dict[str, float]) -
         scores: of the network, with its calibration.
     """
     suspicious = suspicious_labels(y, p, scores["label_noise"], scores["tau"])
-    assert suspicious.wrong is not None
+    # Without label noise no label has a probability of being wrong.
+    probability = suspicious.wrong
+    probability = torch.zeros_like(suspicious.score) if probability is None else probability
     wrong, bins = (y != true)[suspicious.index], []
     for low, high in zip(BINS, BINS[1:], strict=False):
-        inside = (suspicious.wrong >= low) & (
-            suspicious.wrong <= high if high == 1 else suspicious.wrong < high
-        )
-        numbers = inside.sum(), (inside & wrong).sum(), suspicious.wrong[inside].sum()
+        inside = (probability >= low) & (probability <= high if high == 1 else probability < high)
+        numbers = inside.sum(), (inside & wrong).sum(), probability[inside].sum()
         bins.append([float(number) for number in numbers])
-    scores_of_labels = {"AUROC": suspicious.wrong, "AUROC of the score": suspicious.score}
+    scores_of_labels = {"AUROC": probability, "AUROC of the score": suspicious.score}
     return {
         "number": int(wrong.sum()),
         "bins": bins,
-        "expected": suspicious.wrong.sum().item(),
+        "expected": probability.sum().item(),
         **{
             name: float(roc_auc_score(wrong, score)) if wrong.any() else None
             for name, score in scores_of_labels.items()

@@ -126,7 +126,7 @@ def test_draws_every_chart_and_table(one):
     page = one.page
     assert page.title() == "MLP on digits (0, 1, 2) – marglik report"
     plots = page.locator(".chart-plot")
-    assert plots.count() == 6
+    assert plots.count() == 8
     for plot in plots.all():
         assert plot.locator(".trace, .scatterlayer .js-line").count() > 0
         assert plot.locator("svg.main-svg").first.get_attribute("aria-hidden") == "true"

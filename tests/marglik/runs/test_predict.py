@@ -118,7 +118,7 @@ def test_no_command_writes_over_a_runs_files(run, tmp_path, capsys):
 def test_names_of_classes_are_no_formulas(tmp_path):
     """Spreadsheets run a cell that begins with = + - @; a number may."""
     cells = {"=1+1": "'=1+1", "@SUM(A2)": "'@SUM(A2)", "-5": "-5"}
-    table = pandas.DataFrame({"x": [0.0, 1.0, 2.0] * 30, "name": [*cells] * 30})
+    table = pandas.DataFrame({"x": [k % 3 + k / 1000 for k in range(90)], "name": [*cells] * 30})
     table.to_csv(tmp_path / "names.csv", index=False)
     data = ["--data", "TableFile", "--data.path", str(tmp_path / "names.csv"), "--epochs", "30"]
     model = ["--model", "MLP", "--model.hidden", "[30]", "--no_baseline", "--no_progress"]
