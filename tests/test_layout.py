@@ -144,14 +144,17 @@ def test_dependencies_are_those_that_are_imported():
     assert {by_module[m] for m in by_module if m not in third_party} == NOT_IMPORTED
 
 
-def test_conda_environment_installs_python_pip_and_the_project():
+def test_conda_environment_installs_python_pip_and_what_the_tests_need():
+    """By an extra of the project, so that no dependency is listed twice."""
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert environment["name"] == PYPROJECT["project"]["name"]
     assert environment["channels"][0] == "conda-forge"
     python, pip, through_pip = environment["dependencies"]
     assert python == f"python{PYPROJECT['project']['requires-python']}"
     assert pip == "pip"
-    assert through_pip == {"pip": ["-e .[all]"]}
+    assert through_pip == {"pip": ["-e .[dev]"]}
+    plugins = {"pytest", "hypothesis", "beartype"}  # of the options in pyproject.toml, too
+    assert distributions(["marglik[all]"]) | plugins <= distributions(["marglik[dev]"])
 
 
 def test_the_backend_imports_few_packages():

@@ -54,6 +54,36 @@ def test_ci_runs_the_oldest_and_the_newest_python():
     assert {"run": ".ci/run"} in job["steps"]
 
 
+def test_a_tag_is_published_if_it_is_the_version_of_the_changelog(tmp_path):
+    """The check in the workflow, run on this version, on another tag, and without a section."""
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text())["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands[1] == ".ci/run" and job["permissions"]["id-token"] == "write"
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+
+    def succeeds(tag, changelog):
+        (tmp_path / "CHANGELOG.md").write_text(changelog)
+        environment = os.environ | {"GITHUB_REF_NAME": tag}
+        return subprocess.run(
+            ["bash", "-ec", commands[0].replace("python -", f"{sys.executable} -")],
+            cwd=tmp_path, env=environment, capture_output=True,
+        ).returncode == 0  # fmt: skip
+
+    section = f"## [{PROJECT['version']}] - "
+    assert succeeds(f"v{PROJECT['version']}", changelog)
+    assert not succeeds("v999.0", changelog)
+    assert not succeeds(f"v{PROJECT['version']}", changelog.replace(section, "## "))
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*_*.yml")))
+def test_forms_of_issues_have_what_a_form_needs(form):
+    content = yaml.safe_load(form.read_text())
+    assert content["name"] and content["description"]
+    assert {field["type"] for field in content["body"]} == {"textarea"}
+    assert all(field["id"] and field["attributes"]["label"] for field in content["body"])
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_pages_say_the_lowest_versions(page):
     bounds = {r.name: str(r.specifier) for r in map(Requirement, PROJECT["dependencies"])}
