@@ -377,15 +377,15 @@ class Capture:
         if not (self._runs_backward or self.sink.in_training):
             self._hooks.enter_context(layer_hooks(self.assignment, before=_refuse_another_run))
             self._runs_backward = True
-        if not f.requires_grad:
-            # Without a graph the output depends on no tracked layer, and all gradients are zero.
-            with self.arithmetic():
-                self.sink.vector_done()
-            vectors = ()
         # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
         # and stops at the first tracked layers; the hooks see the gradients in all later outputs as
         # they pass. What it returns, the sources' own gradients, was reported in the same way.
         ends = [*leaves, *self.sources.ends]
+        if not (f.requires_grad and ends):
+            # The output depends on no tracked layer, or no tracked layer has run.
+            with self.arithmetic():
+                self.sink.vector_done()
+            vectors = ()
         for vector in vectors:
             gradients = torch.autograd.grad(
                 f,

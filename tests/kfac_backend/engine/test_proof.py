@@ -254,6 +254,11 @@ PAIRS = {
         lambda m, x: m.head(F.linear(x, m.fc.weight, m.fc.bias).tanh().mean(1)),
         linear, LAYER, (normal(4, 4, 3),),
     ),
+    "F.linear, and no layer that runs": (
+        lambda m, x: F.linear(x, m.fc.weight, m.fc.bias).tanh().mean(1),
+        lambda m, x: m.fc(x).tanh().mean(1),
+        FC, (normal(4, 3, 4),),
+    ),
     "F.linear on folded rows": (
         lambda m, x: m.head(
             F.linear(x.flatten(0, 1), m.fc.weight, m.fc.bias).tanh().unflatten(0, (-1, 4)).mean(1)
