@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help train test test-slow test-lowest lint house docs bench-quick models gpu clean
+.PHONY: help train test test-slow test-lowest lint house pages docs bench-quick models gpu clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ lint: $(INSTALLED)  ## check formatting, lint rules and types
 
 house: $(INSTALLED)  ## count the lines, options and files that someone has to read
 	$(BIN)/python -m tests.house
+
+pages: $(INSTALLED)  ## write the reference of public names and options in docs/, and the notebooks
+	$(BIN)/python docs/hooks/generated_pages.py
 
 docs: $(INSTALLED)  ## build the documentation in site/ and run its examples: four minutes, less if they ran before
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[docs,adapters,transformers,models]'

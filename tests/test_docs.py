@@ -1,10 +1,13 @@
 """The documentation is whole: every public name, no broken link, nothing that is fetched."""
 
+import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ OPTIONAL = ("marglik.adapters.", "marglik.callbacks.transformers")
 def documented():
     """The names that the pages of the interface show."""
     pages = "\n".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
-    return set(re.findall(r"^::: (\S+)", pages, re.M))
+    return set(re.findall(r"^<!-- api: (\S+) -->$", pages, re.M))
 
 
 MODULES = sorted({name.rpartition(".")[0] for name in documented()})
@@ -58,6 +61,66 @@ def test_public_names_have_a_docstring_and_a_page(module):
 def test_the_packages_are_public():
     """So that a page that loses its names is noticed."""
     assert {"kfac_backend", "kfac_backend.layers", "marglik", "marglik.data"} <= set(MODULES)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    """The module behind `make pages`."""
+    if Path(sys.prefix).name == ".venv-lowest":
+        pytest.skip("written by the newest versions of griffe, jsonargparse and jupytext")
+    spec = spec_from_file_location("generated_pages", DOCS / "hooks/generated_pages.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_current(generator):
+    """`make pages` writes them; later Pythons print options and types in another form."""
+    texts = dict(generator.generated())
+    assert {path.suffix for path in texts} == {".md", ".ipynb"}
+    present = {*(ROOT / "examples/notebooks").glob("*"), *(DOCS / "api").glob("*.md")}
+    assert present <= set(texts)
+    for path, text in texts.items():
+        if path.name != "command-line.md" or sys.version_info[:2] == (3, 11):
+            assert path.read_text() == text, f"{path.name} is out of date: run `make pages`"
+
+
+def test_the_reference_shows_signatures_arguments_and_members(generator):
+    """And is out of date if any of them changes."""
+    text = generator.documented("marglik.calibrate")
+    found = re.search(r"```python\n(def calibrate\(.*?)\n```", text, re.S)[1]
+    (function,) = ast.parse(f"{found}: ...").body
+    given = inspect.signature(import_module("marglik").calibrate).parameters
+    arguments = function.args.args + function.args.kwonlyargs
+    assert [argument.arg for argument in arguments] == list(given)
+    assert all(f"- `{name}`" in text for name in given)
+    assert "#### Posterior.fit\n" in generator.documented("marglik.Posterior")
+    page = DOCS / "api/marglik.md"
+    changed = page.read_text().replace("def calibrate(", "def calibrated(")
+    assert generator.PART.sub(generator._part, changed) == page.read_text() != changed
+
+
+def test_the_command_line_page_has_the_options_of_each_command(generator):
+    from marglik.cli import COMMANDS
+
+    page = (DOCS / "command-line.md").read_text()
+    assert re.findall(r"^<!-- help: (\w+) -->$", page, re.M) == list(COMMANDS)
+    for option in ("--prior.weight_decay", "--resume, --no_resume", "--output OUTPUT"):
+        assert option in page
+
+
+@pytest.mark.slow
+def test_a_notebook_runs(generator, tmp_path):
+    """With a kernel of its own; `tests/examples` runs the code of each example."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    content = nbformat.read(ROOT / "examples/notebooks/counts.ipynb", as_version=4)
+    nbformat.validate(content)
+    kernel = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(content, timeout=600, kernel_name="python3", resources=kernel).execute()
+    printed = json.dumps([cell.get("outputs") for cell in content.cells])
+    assert "negative_binomial(r=" in printed and "image/png" in printed
 
 
 def test_each_page_is_in_the_navigation():

@@ -40,7 +40,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for each example, its figures, and the page that lists them."""
-    index = ["# Gallery\n\nEach is a script in `examples/` that runs by itself.\n"]
+    index = ["# Gallery\n\nEach example is a script in `examples/` that runs by itself.\n"]
+    index.append("The folder `examples/notebooks/` has each example as a Jupyter notebook.\n")
     for script in EXAMPLES:
         folder = None if SKIPPED else outcome(script)
         cells = json.loads((folder / "cells.json").read_text()) if folder else cells_of(script)
