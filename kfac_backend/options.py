@@ -96,43 +96,43 @@ class TargetOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions(Options):
-    """Which matrix a curvature pass computes, and how.
+    """The matrix of a curvature pass, and its computation.
 
     The command line shows these sentences as its help. In Python, modes are strings and null is
     None.
 
     Args:
-        kfac_approx: how to treat the positions that share a layer's weight. expand takes each
-            position as an example of its own; reduce combines the positions of an example first,
-            which is faster, and exact where the network itself sums over them; auto takes expand
-            if examples have several loss terms, outputs (N, ..., C); if they have one, each layer
-            has the mode whose block has the better trace, for some examples. A mapping sets the
-            mode by layer name, such as {"head*": expand, "*": reduce}; the first pattern that
-            matches counts.
-        fisher: which matrix the factors approximate. exact is the generalised Gauss-Newton matrix
-            (GGN), by C - 1 (classification) or C backward passes a batch for each loss term of an
-            example; mc estimates it without bias from labels drawn from the model, and random_signs
-            from the columns of a root of the outputs' Hessian, summed with random signs (as mc does
-            for numbers), which is less noisy where the model is sure of its labels, by mc_samples
-            passes; empirical takes the gradients of the data's own labels, by one pass for each
-            loss term.
-        mc_samples: number of draws for each example with fisher=mc or random_signs. More reduce the
-            noise, and cost a backward pass each.
-        unsupported: what to do with the parameters of layers that have no K-FAC rule. error stops;
-            freeze treats them as constants; diagonal computes the exact diagonal of their block,
-            which is slow, and also that of parameters which have a rule but are used in a way that
-            it does not cover.
+        kfac_approx: treatment of the positions that share a layer's weight. expand treats each
+            position as a separate example. reduce first combines the positions of an example. It is
+            faster, and exact if the network itself sums over the positions. auto selects expand if
+            examples have several loss terms, that is, outputs (N, ..., C). Otherwise auto selects
+            for each layer the mode whose block has the better trace on some examples. A mapping
+            sets the mode by layer name, such as {"head*": expand, "*": reduce}; the first matching
+            pattern applies.
+        fisher: matrix that the factors approximate. exact is the generalised Gauss-Newton matrix
+            (GGN). It takes C - 1 (classification) or C backward passes per batch for each loss term
+            of an example. mc and random_signs estimate the GGN without bias with mc_samples
+            backward passes. mc draws labels from the model. random_signs sums the columns of a root
+            of the outputs' Hessian with random signs, which is less noisy if the model is
+            confident. empirical uses the gradients of the data's own labels, with one backward pass
+            for each loss term.
+        mc_samples: number of draws per example with fisher=mc or random_signs. More draws reduce
+            the noise and cost a backward pass each.
+        unsupported: treatment of parameters in layers that have no K-FAC rule. error stops. freeze
+            treats these parameters as constants. diagonal computes the exact diagonal of their
+            block, which is slow. diagonal also applies to parameters that have a rule but are used
+            in a way that the rule does not cover.
         backward_precision: precision of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
-            than float32, and make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
-            bf16); A is not affected.
-        diagonal_above: number of rows above which only the diagonal of a weight's factor over its
-            rows is kept, and of its bias's block, for the layers of large vocabularies. Traces and
-            each row's own curvature stay exact (of a tied weight, each row's trace); the coupling
-            of different rows is lost. Tensors that hold several maps stay whole. null keeps all
-            factors whole.
+            than float32. They make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
+            bf16). The input factors A are not affected.
+        diagonal_above: number of rows above which a weight's factor over its rows is diagonal, as
+            is its bias's block. This is for the layers of large vocabularies. Traces and the
+            curvature of each row stay exact (for a tied weight, the trace of each row). The
+            coupling of different rows is lost. Tensors that contain several maps are not affected.
+            null keeps all factors whole.
 
     Raises:
-        ValueError: an option that is not supported.
+        ValueError: an option is not supported.
     """
 
     kfac_approx: KfacApprox = "auto"

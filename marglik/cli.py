@@ -1,7 +1,8 @@
-"""The command `marglik`: the options of its five commands, and the call of what they do.
+"""The command `marglik`: the options of its five commands and their calls.
 
-A command is a function: jsonargparse makes its options of the arguments, with their help from the
-docstrings. What a command needs is imported when it is asked for, since torch takes seconds.
+Each command is a function. jsonargparse makes options from its arguments and help from its
+docstring. The modules of a command are imported only for this command, because importing torch
+takes seconds.
 """
 
 import json
@@ -38,11 +39,11 @@ except ModuleNotFoundError as error:  # in one line, also for the command that w
     sys.exit(f"marglik: {error.name} is not installed: pip install 'marglik[command]'.")
 
 COMMANDS = {
-    "train": "train on images, sequences, graphs, tensors; learn the weight decays",
+    "train": "train a network on images, tables, sequences, graphs or tensors",
     "fit": "fit a posterior to a network that was trained elsewhere",
-    "evaluate": "compute metrics on test and out-of-distribution data",
-    "predict": "predict the rows of a new table, in its target's units",
-    "report": "write a page about one run, or several side by side",
+    "evaluate": "compute metrics on test data and out-of-distribution data",
+    "predict": "predict the rows of a new table, in the units of the target",
+    "report": "write an HTML report about one run, or a comparison of several runs",
 }
 ARGUMENTS = {
     "evaluate": "FOLDER [OPTIONS]",
@@ -50,8 +51,8 @@ ARGUMENTS = {
     "report": "FOLDERS [OPTIONS]",
 }
 DESCRIPTION = (
-    "Learn a weight decay per parameter tensor while the network trains, and get calibrated "
-    "predictions afterwards."
+    "Train a network, learn one weight decay per parameter tensor during the training, and get "
+    "calibrated predictions."
 )
 FUNCTIONS = {
     "train": "marglik.runs.train:train",
@@ -59,30 +60,31 @@ FUNCTIONS = {
     "evaluate": "marglik.runs.evaluate:evaluate_run",
     "predict": "marglik.runs.predict:predict_rows",
 }
-"""What a command calls; imported when it is asked for, since torch takes seconds."""
+"""Function of each command, imported on demand, because importing torch takes seconds."""
 FIRST_STEP = "marglik train --config digits"
 RESUME = "The same command with --resume continues from its last checkpoint, if there is one."
 
 LONGEST = 500
-"""Most characters of an error of the parser, which may quote a whole file."""
+"""Maximum number of characters of a parser error, which may quote a whole file."""
 
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
-"""Environment variable: 1 shows the traceback of errors that otherwise give a one-line message."""
+"""Environment variable. The value 1 shows the traceback of errors that otherwise print a one-line
+message."""
 
 FROM_PYTHON_ALONE: dict[str, Any] = {
     "prior": {"epochs", "updates"},
     "curvature": {"mc_samples", "diagonal_above"},
     "predictive": {"samples", "networks", "batch_size", "calibration"},
 }
-"""Argument of `train` -> those of its fields that are no options of the command."""
+"""Argument of `train` -> its fields that are not options of the command."""
 NOT_IN_BRIEF = (
     "print_config", "prior.", "curvature.", "accelerator", "precision", "compile", "progress",
 )  # fmt: skip
-"""How those options begin that --help does not show; --help all does, with all text."""
+"""Prefixes of options that --help omits. --help all shows all options with their whole text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status.
+    """Run the command and return its exit status.
 
     The status is 0 for success, 2 for bad input, and 130 after Ctrl-C.
     """
@@ -146,8 +148,8 @@ def _run(command: str | None, arguments: list[str]) -> None:
             options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
         except RecursionError:  # which newer versions of jsonargparse report themselves
             raise ValueError(
-                "The nesting depth of a file of options is beyond Python's limit; write its "
-                "options with less nesting."
+                "The nesting depth of an options file exceeds Python's limit. Write the options "
+                "with less nesting."
             ) from None
     if command is None:  # parse_args leaves only for --help and --version
         raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
@@ -160,7 +162,7 @@ def _run(command: str | None, arguments: list[str]) -> None:
 
 @contextmanager
 def _yaml_without_aliases() -> Iterator[None]:
-    """A context in which jsonargparse reads files, and values, of options by `check_yaml`."""
+    """Context manager in which jsonargparse reads option files and values by `check_yaml`."""
     load = get_loader("yaml")
 
     def checked(text: str) -> Any:
@@ -176,7 +178,7 @@ def _yaml_without_aliases() -> Iterator[None]:
 
 @contextmanager
 def _short_warnings() -> Iterator[None]:
-    """A context in which warnings are a line each, without the place in our code."""
+    """Context manager that prints each warning on one line, without its place in the code."""
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: printable(f"marglik: warning: {message}\n")
     try:
@@ -193,15 +195,15 @@ def _print_error(message: str) -> None:
 def _parsers(
     command: str | None, brief: bool = False
 ) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """The parser of marglik, and those of its commands, of which one has its options.
+    """Return marglik's parser and its commands' parsers; only ``command`` has its options.
 
-    A ``brief`` one is for its help alone, see `NOT_IN_BRIEF`.
+    A ``brief`` parser is only for its help, see `NOT_IN_BRIEF`.
     """
     parser = ArgumentParser(
         prog="marglik",
         version=version("marglik"),
         description=DESCRIPTION,
-        epilog=f"To begin, in seconds: {FIRST_STEP}",
+        epilog=f"First example (takes seconds): {FIRST_STEP}",
         exit_on_error=False,
         allow_abbrev=False,
         # The commands' parsers inherit it.
@@ -213,7 +215,7 @@ def _parsers(
         own[name] = ArgumentParser(
             usage=f"marglik {name} {ARGUMENTS.get(name, '[OPTIONS]')}",
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"All options in full: marglik {name} --help all" if brief else None,
+            epilog=f"All options, in full: marglik {name} --help all" if brief else None,
             allow_abbrev=False,  # which commands inherit only since jsonargparse 4.53
         )
         own[name].exit_on_error = False
@@ -227,12 +229,12 @@ def _parsers(
 
 
 def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
-    """The arguments of the command's function, and those fields of its configs that are options."""
+    """Add the options of a command: arguments of its function and fields of its configs."""
     if command == "report":
-        text = "Folders that marglik train, fit or evaluate has written; several are compared."
+        text = "Folders written by marglik train, fit or evaluate. Several folders are compared."
         parser.add_argument("folders", nargs="+", type=str, help=text)
-        text = "File to write the page to; null: report.html in the folder of a single run, "
-        text += "comparison.html beside the first folder of several."
+        text = "File to write the report to. null selects report.html in the folder of a single "
+        text += "run, or comparison.html next to the first folder of several runs."
         parser.add_argument("--output", type=str | None, default=None, help=text)
         return
     presets = f", or the name of a preset: {', '.join(preset_names())}"
@@ -263,20 +265,20 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
 
 
 def _configs(function: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of a function that are dataclasses of options, with their classes."""
+    """Arguments of a function that are dataclasses of options, with their classes."""
     hints, others = get_type_hints(function).items(), ("provenance", "return")
     return {name: kind for name, kind in hints if is_dataclass(kind) and name not in others}
 
 
 def _switches(source: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of a function or a dataclass that are yes or no, with their defaults."""
+    """Boolean arguments of a function or dataclass, with their defaults."""
     yes_or_no = (bool, bool | None)
     parameters = signature(source).parameters.items()
     return {name: p.default for name, p in parameters if p.annotation in yes_or_no}
 
 
 def _add_switches(parser: ArgumentParser, source: Callable[..., Any]) -> None:
-    """The same as options of a command: --name and --no_name."""
+    """Add boolean arguments as the options --name and --no_name."""
     params = parse_docstring(source.__doc__ or "").params
     texts = {param.arg_name: " ".join((param.description or "").split()) for param in params}
     for name, default in _switches(source).items():
@@ -285,7 +287,7 @@ def _add_switches(parser: ArgumentParser, source: Callable[..., Any]) -> None:
 
 
 def _call(command: str, parser: ArgumentParser, options: Any) -> None:
-    """Do what a command does; write the page about its run, and print its results."""
+    """Run a command, write its report and print its results."""
     from marglik.report import write_report
     from marglik.runs.printing import print_evaluation, print_results
 
@@ -324,34 +326,34 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
 
 
 def preset_names() -> list[str]:
-    """The presets, which --config accepts by name."""
+    """Names of the presets that --config accepts."""
     return sorted(
         Path(p.name).stem for p in files("marglik.presets").iterdir() if ".yaml" in p.name
     )
 
 
 class PresetOrFile(ActionConfigFile):
-    """--config: a YAML file, or the name of a preset that the package ships."""
+    """The option --config: a YAML file or the name of a preset in the package."""
 
     def __call__(
         self, parser: Any, cfg: Any, values: Any, option_string: str | None = None
     ) -> None:
-        """Read the file, as jsonargparse's own action does."""
+        """Read the file with jsonargparse's own action."""
         if values in preset_names():
             values = str(files("marglik.presets") / f"{values}.yaml")
         elif not Path(values).is_file():
             raise FileNotFoundError(
-                f"--config {values or repr('')}: no such file or preset; the presets are "
+                f"--config {values or repr('')}: there is no such file or preset. The presets are "
                 f"{', '.join(preset_names())}."
             )
         super().__call__(parser, cfg, values, option_string)
 
 
 def _whole_names(arguments: Sequence[str]) -> list[str]:
-    """The arguments with our classes, which need no path, by their path: torchvision has an MLP.
+    """Complete the names of our classes to paths, as other packages may have the same names.
 
     Raises:
-        ValueError: a name without a path that is none of ours; an option of no class.
+        ValueError: a name without a path is not one of our classes, or an option has no class.
     """
     from torch import nn
 
@@ -372,8 +374,9 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
         is_unknown = of_class in kinds and not {of_class, "--config"} & options
         if is_unknown and name not in ("", "help"):
             raise ValueError(
-                f"{option} is an option of a class; pass {of_class} CLASS before it. marglik has "
-                f"{', '.join(names_of_classes(of_class))}; or pass the path of another one."
+                f"{option} is an option of a class. Pass {of_class} CLASS before it. marglik has "
+                f"the classes {', '.join(names_of_classes(of_class))}. You can also pass the path of "
+                "another class, such as my_file.MyClass."
             )
     completed: list[str] = []
     for argument in arguments:
@@ -384,8 +387,8 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
             ours = names_of_classes(option)
             if name not in ours:
                 raise ValueError(
-                    f"{option} {name}: marglik has no such class; it has {', '.join(ours)}. Pass "
-                    "one of them, or the path of another one, such as my_file.MyClass."
+                    f"{option} {name}: marglik has no such class. It has {', '.join(ours)}. Pass "
+                    "one of them, or the path of another class, such as my_file.MyClass."
                 )
             path = f"{kinds[option][0].__name__}.{name}"
             argument = f"{option}={path}" if joined else path
@@ -394,10 +397,10 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Help without the list of the hundreds of subclasses of torch.nn.Module.
+    """Help formatter that omits the list of subclasses of torch.nn.Module.
 
-    They are not searched for either: that would import packages that happen to be installed, such
-    as transformers, and take tens of seconds.
+    A search for the hundreds of subclasses would also import other installed packages, such as
+    transformers, and take tens of seconds.
     """
 
     def _get_help_string(self, action: Any) -> str:
@@ -408,7 +411,7 @@ class HelpFormatter(DefaultHelpFormatter):
 
 
 class BriefFormatter(HelpFormatter):
-    """The first sentence about each option, and its default."""
+    """Help formatter that shows the first sentence of each option and its default."""
 
     def _get_help_string(self, action: Any) -> str:
         text = (action.help or "").split(". ")[0].rstrip(".")
@@ -417,9 +420,9 @@ class BriefFormatter(HelpFormatter):
 
 
 def _provenance(parser: ArgumentParser, options: Any) -> Provenance:
-    """The options as YAML, and how to build network and data.
+    """Return the options as YAML, and the specifications of network and data.
 
-    Removes --config from the options: its content is among them already.
+    Removes --config from the options, because they include its content.
     """
     options.pop("config", None)
     plain = json.loads(parser.dump(options, format="json_compact"))
@@ -427,7 +430,7 @@ def _provenance(parser: ArgumentParser, options: Any) -> Provenance:
 
 
 def _fill_in_sizes(options: Any) -> None:
-    """Give the network the sizes of the data where the options leave them at None."""
+    """Set the network's sizes from the data where the options leave them at None."""
     from marglik.data import DataSource
     from marglik.runs.build import sizes_of
     from marglik.specification import build_from_spec
@@ -445,7 +448,7 @@ def _fill_in_sizes(options: Any) -> None:
 
 
 def _is_another_rank() -> bool:
-    """Whether this process is a rank other than the first, as torchrun's environment says."""
+    """Whether torchrun started this process with a nonzero rank."""
     return os.environ.get("RANK", "0") != "0"
 
 

@@ -118,29 +118,31 @@ class ModelPredictive:
 
 @dataclass(frozen=True)
 class PredictiveConfig:
-    """How the Laplace posterior predicts.
+    """The predictive of the Laplace posterior.
 
     Args:
-        method: how outputs become probabilities. probit and mc compute the exact covariance of the
-            linearised network's outputs; probit then has a closed form, and mc averages over
-            samples of the outputs. linearised samples parameters of the linearised network instead,
-            at about three forward passes per sample however many outputs there are.
+        method: method that turns outputs into probabilities. probit and mc compute the exact
+            covariance of the linearised network's outputs. probit then has a closed form, and mc
+            averages over samples of the outputs. linearised samples parameters of the linearised
+            network instead. It takes about three forward passes per sample, for any number of
+            outputs.
         samples: number of samples of the outputs, for mc, and for probit's split of the uncertainty
             into aleatoric and epistemic parts.
         networks: number of samples of the parameters, for linearised.
-        layers: whose uncertainty counts. all takes every layer, at C backward passes an example;
-            last takes the last layer alone, which costs no more than a forward pass (not for
-            linearised). auto takes all while outputs times parameters are 2 million at most, and
-            the last beyond, which a line of the log says.
+        layers: layers whose uncertainty is included: all, only the last, or an automatic choice.
+            all includes every layer, which takes C backward passes per example. last includes only
+            the last layer, which costs no more than a forward pass (not for linearised). auto
+            selects all while outputs times parameters are at most 2 million. Above, it selects last
+            and logs this.
         batch_size: number of test examples in a batch.
-        calibration: held_out scales the covariance and the outputs by factors fitted to held-out
-            data; none is the plain Laplace predictive.
-        labels: what is predicted, and which kind the test labels are: true for the true class, or
-            recorded for a label that is as often wrong as those of training. They differ where
-            calibration, or likelihood noisy_classification, finds wrong labels.
+        calibration: calibration of the predictive. held_out scales the covariance and the outputs
+            by factors that are fitted to held-out data. none is the plain Laplace predictive.
+        labels: label to predict, and kind of the test labels: true for the true class, or recorded
+            for a label that is wrong as often as the training labels. They differ if calibration,
+            or the likelihood noisy_classification, finds wrong labels.
 
-    Sequences have a covariance at each of their R positions, which takes R·C backward passes per
-    example: use method linearised for them, or the last layer.
+    For sequences, the covariance at each of R positions takes R·C backward passes per example. Use
+    method linearised for sequences, or only the last layer.
     """
 
     method: PredictiveMethod = "probit"

@@ -1,4 +1,4 @@
-"""Options of a run; each becomes an option of the command line, with this help."""
+"""Options of a run. The command line uses the docstrings as help."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -33,28 +33,30 @@ class CurvatureConfig(PassOptions):
             raise ValueError(f"curvature.{error}") from error
 
     def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
-        """The options of the pass, for data that gives its targets as ``targets`` says."""
+        """Return the options of the pass, with ``targets`` for the targets of the data."""
         of_pass = {field.name: getattr(self, field.name) for field in fields(PassOptions)}
         return CurvatureOptions(**of_pass | asdict(targets))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriorConfig(Schedule):
-    """The prior, in units of weight decay, and how it is learned; its epochs are the run's.
+    """The prior, in units of weight decay, and its updates.
 
     Args:
-        weight_decay: initial weight decay of all groups. It stands for the prior precision
-            weight_decay * N, with N the number of training examples.
-        structure: which parameters share a weight decay. layerwise has one per parameter tensor,
-            scalar a single one, kind one each for weights, biases and scalars, stage one per
-            top-level child of the model. A mapping of group names to patterns of parameter names
-            makes other groups, such as {convolutions: "stage*.weight", rest: "*"}.
-        method: how an update raises the evidence. adam takes gradient steps; mackay iterates
-            MacKay's fixed point, which needs no step size; fixed makes no updates, and so keeps
-            weight_decay, and in regression a noise of 1.
-        curvature_from: which pass over the data an update makes. auto takes a sample, and estimates
-            the curvature (fisher=random_signs) where exact passes would take longer than the
-            training, the last one a tenth of it; pass makes each over all data, as curvature says.
+        weight_decay: initial weight decay of all groups. It corresponds to the prior precision
+            weight_decay * N for N training examples.
+        structure: parameters that share a weight decay. layerwise has one weight decay per
+            parameter tensor, scalar a single one, kind one each for weights, biases and scalars,
+            and stage one per top-level child of the model. A mapping of group names to patterns of
+            parameter names defines other groups, such as {convolutions: "stage*.weight", rest:
+            "*"}.
+        method: method that maximises the evidence in an update. adam takes gradient steps. mackay
+            iterates MacKay's fixed point, which needs no step size. fixed makes no updates: it
+            keeps weight_decay, and in regression a noise of 1.
+        curvature_from: data of an update's curvature pass. auto uses a sample. If exact passes
+            would take longer than the training, it estimates the curvature (fisher=random_signs).
+            It also estimates the last update if an exact pass would take longer than a tenth of the
+            training. pass uses all data in each update, with the options of curvature.
     """
 
     weight_decay: float = WEIGHT_DECAY
@@ -72,7 +74,7 @@ class PriorConfig(Schedule):
             )
 
     def schedule(self, epochs: int) -> Schedule:
-        """When updates happen in a run of ``epochs`` epochs; never if the prior is fixed."""
+        """Return the schedule of a run of ``epochs`` epochs; a fixed prior has no updates."""
         own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Schedule)}
         own["epochs"] = epochs
         if self.method == "fixed":
@@ -82,41 +84,43 @@ class PriorConfig(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How long to train, on what device, and where the results go.
+    """Length of the training, device, and output folder.
 
     Args:
         epochs: number of passes over the training examples.
         batch_size: number of examples (images, sequences, graphs) in a batch.
-        output: folder to write to; null for runs/NAME of the data.
-        resume: whether to continue the run in that folder, which must have been started with the
-            same options; if there is none, a new run starts. On a CPU with the same number of
-            threads, the results are the same to the bit as without the interruption. It takes
+        output: folder to write to; null selects runs/NAME with the name of the data.
+        resume: whether to continue the run in this folder. The run must have been started with the
+            same options. If there is no run, a new one starts. On a CPU with the same number of
+            threads, a resumed run gives exactly the results of an uninterrupted run. resume takes
             precedence over overwrite. Checkpoints are written after epochs and updates, at most
-            once a minute, and in any case before an update.
-        overwrite: whether to replace a run that is already in that folder.
-        members: number of networks that predict together. The first learns the weight decays, the
-            others replay their course from other initial parameters, for one training each.
-        baseline: whether to train a plain network, too, with the initial weight decay kept, a rate
-            that falls with a cosine and no average, to say what was gained. By default where that
-            takes less than 20 seconds or a quarter of the run. With resume it may be added later.
-            With a table, a linear model and gradient-boosted trees of scikit-learn are fitted to
-            the same rows as well, unless this is false.
-        augmentation: of images. "standard" crops (after padding by 4 pixels) and flips training
-            images at random. "learned" averages the network over transformed copies of each image,
-            in training and prediction, at a multiple of the cost, and learns by the evidence how
-            far to move, turn, scale, shear (and with colours recolour and flip) them; see
-            `marglik.augmentation`.
-        held_out: share of the training examples that is held out to calibrate the predictive, if
-            the data has no validation set. The network is not trained on them, but the posterior is
-            fitted to them, too, at the end. 0 holds none out, and calibrates nothing then.
+            once a minute, and always before an update.
+        overwrite: whether to replace a run in this folder.
+        members: number of networks in the ensemble. The first network learns the weight decays.
+            Each other network starts from other initial parameters and replays the learned weight
+            decays; it costs one training.
+        baseline: whether to train a plain network as a comparison, with the initial weight decay, a
+            cosine learning rate schedule and no average. By default it is trained if this takes
+            less than 20 seconds or a quarter of the run. resume can add it later. With a table,
+            scikit-learn also fits a linear model and gradient-boosted trees to the same rows,
+            unless this is false.
+        augmentation: augmentation of the training images. "standard" crops images at random (after
+            padding by 4 pixels) and flips them. "learned" averages the network over transformed
+            copies of each image, in training and prediction, which multiplies the cost. It learns
+            by the evidence the ranges of shifts, rotations, scales and shears, and with colours
+            also of recolouring and flips; see `marglik.augmentation`.
+        held_out: share of the training examples that is held out for calibration, if the data has
+            no validation set. The network is not trained on these examples, but the final posterior
+            is also fitted to them. 0 holds out no examples and does not calibrate.
         seed: seed of all random numbers.
-        accelerator: cpu or cuda; auto takes cuda if it is available. (Apple's mps is not supported,
-            since it lacks float64, which the evidence needs.)
-        precision: precision of the training steps, by Lightning's name; parameters, curvature and
+        accelerator: device. auto selects cuda if it is available. (Apple's mps is not supported. It
+            lacks float64, which the evidence needs.)
+        precision: precision of the training steps, by Lightning's name. Parameters, curvature and
             predictions stay in float32.
-        compile: mode of torch.compile for the training steps; null does not compile.
-            reduce-overhead records CUDA graphs on a GPU. It changes the results by rounding only.
-        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
+        compile: mode of torch.compile for the training steps. null does not compile.
+            reduce-overhead records CUDA graphs on a GPU. Compilation changes the results only by
+            rounding.
+        progress: whether to show progress bars on a terminal and lines of text elsewhere.
     """
 
     epochs: int = 30
@@ -142,6 +146,6 @@ class RunConfig:
 
 
 def check_seed(seed: int) -> None:
-    """Raise a ValueError for a seed that torch's generators do not take."""
+    """Raise a ValueError for a seed that torch's generators do not accept."""
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must lie in 0..{2**63 - 1}, not {seed}.")

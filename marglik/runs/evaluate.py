@@ -1,4 +1,4 @@
-"""What `marglik evaluate` does: the metrics of a saved posterior."""
+"""Run `marglik evaluate`: compute the metrics of a saved posterior."""
 
 import logging
 from collections.abc import Iterator
@@ -51,37 +51,37 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate a network at its parameters (MAP) and under its posterior.
 
-    A predictive whose calibration is not saved with the posterior is calibrated on the data's
-    validation set, if the network was not trained on it.
+    If the posterior has no saved calibration for a predictive, the data's validation set calibrates
+    it, unless the network was trained on this set.
 
-    Says how many of the test examples have inputs that the network was trained on or calibrated
-    with; of the run's own test part there are none.
+    The result counts the test examples whose inputs were used for training or calibration. For the
+    run's own test data this number is 0.
 
-    Returns the content of ``evaluation.json``, which replaces that of an earlier evaluation in the
+    Returns the content of ``evaluation.json``. The file replaces an earlier evaluation in the
     folder.
 
     Args:
-        path: folder that marglik train or save_posterior has written.
-        model: class of the network. It must be named if it is your own, as the folder alone may not
-            choose what code runs; without options, it gets those that the folder has. Pretrained
-            weights must be named with their option.
-        data: class of the data; null takes the training data. Of that the test part is evaluated;
-            of other data all examples are, unless it has a test part of its own, as an ImageFolder.
-            Data in files must be named with its options, as the folder alone may not choose what is
-            read or downloaded.
-        methods: list of predictive methods to evaluate one after the other; [] evaluates the MAP
-            alone, null predictive.method alone.
-        predictive: how the posterior predicts.
+        path: folder written by marglik train or save_posterior.
+        model: class of the network. Name the class if it is your own, because the folder alone must
+            not choose the code that runs. Without options, the network gets the options stored in
+            the folder. Pretrained weights must be named with their option.
+        data: class of the data. null selects the training data, and evaluates their test split. For
+            other data all examples are evaluated, unless they have their own test split, as an
+            ImageFolder has. Name data in files with their options, because the folder alone must
+            not choose the files that are read or downloaded.
+        methods: list of predictive methods to evaluate one after the other. [] evaluates only the
+            MAP, null only predictive.method.
+        predictive: the predictive of the evaluation.
         ood: class of out-of-distribution images, on which the predictives should be uncertain.
-        output: folder to write evaluation.json and the report to; null takes the folder itself.
-            Must be given for other data than the folder's own.
-        accelerator: cpu or cuda; auto takes cuda if it is available.
-        seed: seed of the random numbers of sampling.
-        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
+        output: folder for evaluation.json and the report. null selects the run's own folder.
+            Required for data other than the folder's own.
+        accelerator: device. auto selects cuda if it is available.
+        seed: seed of the random numbers for sampling.
+        progress: whether to show progress bars on a terminal and lines of text elsewhere.
 
     Raises:
-        FileNotFoundError: no such folder, or none with a posterior.
-        ValueError: data, model or posterior that do not fit together; files that were altered.
+        FileNotFoundError: the folder does not exist, or contains no posterior.
+        ValueError: data, model and posterior do not fit together, or files were altered.
     """
     check_seed(seed)
     if Path(path).is_file():

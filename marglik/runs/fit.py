@@ -1,4 +1,4 @@
-"""A posterior for a network that was trained elsewhere: what `marglik fit` does."""
+"""Run `marglik fit`: fit a posterior to a network that was trained elsewhere."""
 
 import logging
 from pathlib import Path
@@ -43,35 +43,35 @@ def fit(
     progress: bool = True,
     provenance: Provenance = Provenance(),  # noqa: B008
 ) -> Evaluation:
-    """Fit a posterior to a trained network, calibrate and save it, and evaluate it.
+    """Fit a posterior to a trained network, calibrate it, save it and evaluate it.
 
     The prior precision, and the noise of regression, maximise the evidence. The validation split
-    calibrates. Returns what `evaluate_run` does.
+    calibrates the predictive. Returns the results of `evaluate_run`.
 
     Args:
-        model: class of the network, built as it was for training; any importable class.
-        data: class of the data that the network was trained on. The posterior is fitted to its
-            training split.
-        checkpoint: file with the network's parameters: safetensors, or a state dict that torch.save
-            has written.
+        model: class of the network, with the options of its training. Any importable class works.
+        data: class of the training data. The posterior is fitted to its training split.
+        checkpoint: file with the network's parameters: safetensors, or a state dict written by
+            torch.save.
         likelihood: distribution of the targets, see docs/likelihoods.md.
-        layers: last for a posterior of the last layer alone, or all, which takes longer.
-        structure: which parameters share a prior precision, as for `marglik train`.
+        layers: layers of the posterior. last uses only the last layer; all uses all layers and
+            takes longer.
+        structure: parameters that share a prior precision, as for `marglik train`.
         curvature: the curvature pass.
-        predictive: how the posterior predicts.
-        output: folder to write to; null takes runs/NAME of the checkpoint.
-        overwrite: whether to replace a run that is already in that folder.
+        predictive: the predictive of the evaluation.
+        output: folder to write to. null selects runs/NAME with the name of the checkpoint.
+        overwrite: whether to replace a run in this folder.
         batch_size: number of examples in a batch.
-        accelerator: cpu or cuda; auto takes cuda if it is available.
+        accelerator: device. auto selects cuda if it is available.
         seed: seed of all random numbers.
-        progress: whether to show progress bars on a terminal, and lines of text elsewhere.
-        provenance: how model and data are built; saved with the posterior, which can then be loaded
-            without them.
+        progress: whether to show progress bars on a terminal and lines of text elsewhere.
+        provenance: the specifications that build model and data. They are saved with the posterior,
+            so that it can be loaded without them.
 
     Raises:
-        ValueError: options, data, checkpoint or model that do not fit together.
-        NotImplementedError: a layer without a K-FAC rule.
-        FileExistsError: the output folder holds a run, or other files.
+        ValueError: options, data, checkpoint and model do not fit together.
+        NotImplementedError: a layer has no K-FAC rule.
+        FileExistsError: the output folder contains a run or other files.
         OSError: the output folder cannot be written to.
     """
     # Step 1: all that can be wrong with options, data and network is found before the pass.

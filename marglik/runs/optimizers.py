@@ -1,4 +1,4 @@
-"""The network's optimiser and its learning-rate schedule, by their options."""
+"""Build the network's optimiser and its learning rate schedule from options."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,11 +16,11 @@ from marglik.training.schedule import settling_rate
 OptimizerName = Literal["sgd", "adamw", "kfac"]
 
 MOMENTUM = 0.9
-"""Of SGD, by Nesterov's rule, also behind K-FAC."""
+"""Nesterov momentum of SGD, also with K-FAC."""
 SCALARS = 0.1
-"""Factor on the learning rate of parameters with a single entry, such as Fixup's."""
+"""Factor on the learning rate of parameters with a single entry, such as Fixup's scalars."""
 SMALLEST_RATE = 1e-6
-"""The final learning rate where it falls with a cosine."""
+"""The final learning rate of the cosine schedule."""
 DAMPING = 0.1
 
 
@@ -28,16 +28,16 @@ DAMPING = 0.1
 class OptimizerConfig:
     """The network's optimiser and its learning rate.
 
-    There is no weight decay here: the prior's gradient is part of the objective's. AdamW's
-    decoupled decay would not lead to the maximum of the log joint, which is what the Laplace
-    approximation needs.
+    There is no weight decay here, because the gradient of the prior is a part of the objective's
+    gradient. AdamW's decoupled weight decay would not lead to the maximum of the log joint, at
+    which the Laplace approximation is made.
 
     Args:
-        name: sgd, adamw, or kfac: SGD on gradients that K-FAC preconditions, in the mode
+        name: optimiser; kfac is SGD on gradients preconditioned by K-FAC, with the mode
             curvature.kfac_approx.
         lr: initial learning rate.
-        damping: of kfac, 0.1 if not given: the number that is added to the curvature of the mean
-            loss, beside the prior's.
+        damping: damping of kfac (0.1 if not given), added to the curvature of the mean loss in
+            addition to the prior.
     """
 
     name: OptimizerName = "sgd"
@@ -66,17 +66,17 @@ def build_optimizer(
     seed: int = 0,
     settles: bool = False,
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """The optimiser of a model's trainable parameters, and its schedule over the steps.
+    """Return the optimiser of a model's trainable parameters and its learning rate schedule.
 
     Args:
         model: the model.
         config: the options.
         num_steps: number of steps of the whole training.
         likelihood: likelihood of the loss, for K-FAC.
-        curvature: the mode of K-FAC, and how batches give their targets.
+        curvature: the mode of K-FAC, and the form of the batches' targets.
         seed: seed of the labels that K-FAC draws.
-        settles: whether the learning rate is `settling_rate`'s, for a training that averages its
-            parameters; else it falls with a cosine.
+        settles: whether to use `settling_rate`, for a training that averages its parameters;
+            otherwise the schedule is a cosine.
     """
     scalars, others = [], []
     for p in model.parameters():

@@ -1,4 +1,4 @@
-"""What `marglik predict` does: predictions for the rows of a new table, in its target's units."""
+"""Run `marglik predict`: predict the rows of a new table, in the target's units."""
 
 import re
 from pathlib import Path
@@ -23,10 +23,10 @@ from marglik.runs.evaluate import saved_object
 from marglik.storage.run_folder import read_posterior, run_folder_of
 
 LEVEL = 0.9
-"""Of the intervals of numbers."""
+"""Level of the intervals for numbers."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-"""How a text begins that spreadsheets run as a formula, unless it is a number."""
+"""First characters of a text that a spreadsheet runs as a formula, unless the text is a number."""
 
 
 def predict_rows(
@@ -40,33 +40,34 @@ def predict_rows(
     seed: int = 0,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Write predictions for the rows of a table, of a network that was trained on a TableFile.
+    """Write predictions for the rows of a table, with a network trained on a TableFile.
 
-    The rows are encoded as the training file was: columns are matched by name, in any order, and
-    others are left out, such as the target. The output has a line for each row, in their order. For
-    classes it has the most probable one ("predicted") and the probability of each ("p(NAME)"); for
-    numbers "mean" and "std" of a new target, and the ends of its 90 % interval where it is Gaussian
-    ("low", "high"), in the units of the file. A class whose name a spreadsheet would run as a
-    formula, such as "=1+1", gets an apostrophe in front. Returns what was written where.
+    The rows are encoded like the training file. Columns are matched by name, in any order. Other
+    columns, such as the target, are ignored. The output has a line for each row, in the same order.
+    For classes it contains the most probable class ("predicted") and the probability of each class
+    ("p(NAME)"). For numbers it contains "mean" and "std" of a new target, in the units of the file.
+    If the likelihood is Gaussian, "low" and "high" are the ends of the 90 % interval. If a
+    spreadsheet would run the name of a class as a formula, such as "=1+1", the name gets a leading
+    apostrophe. Returns a summary of the written file.
 
     Args:
-        path: folder that marglik train or marglik fit has written.
-        rows: CSV or Parquet file with the columns that the network was trained on.
+        path: folder written by marglik train or marglik fit.
+        rows: CSV or Parquet file with the input columns of the training data.
         output: CSV file to write the predictions to, outside of all folders of runs.
-        model: class of the network. It must be named if it is your own, as the folder alone may not
-            choose what code runs.
-        predictive: how the posterior predicts.
-        overwrite: whether to replace the file if it exists.
-        accelerator: cpu or cuda; auto takes cuda if it is available.
-        seed: seed of the random numbers of sampling.
+        model: class of the network. Name the class if it is your own, because the folder alone must
+            not choose the code that runs.
+        predictive: the predictive.
+        overwrite: whether to replace an existing file.
+        accelerator: device. auto selects cuda if it is available.
+        seed: seed of the random numbers for sampling.
         progress: whether to show progress bars on a terminal.
 
     Raises:
-        FileNotFoundError: no such folder or file.
+        FileNotFoundError: the folder or the file does not exist.
         FileExistsError: the output exists.
-        ValueError: the output is the file of the rows, or in the folder of a run; a run that is not
-            of a table; a missing column, or a value that was not in the training data, or is so
-            large that the prediction is no number.
+        ValueError: the output is the file of the rows or lies in the folder of a run; the run was
+            not trained on a table; a column is missing; a value does not occur in the training
+            data, or is so large that the prediction is not finite.
     """
     check_seed(seed)
     if Path(output).resolve() == Path(rows).resolve():
@@ -120,7 +121,7 @@ def predict_rows(
 
 
 def _refuse_largest(x: Tensor, model: nn.Module, encoding: TableEncoding, rows: str) -> NoReturn:
-    """Raise a ValueError that names the value farthest from the training part's."""
+    """Raise a ValueError that names the value with the largest distance from the training data."""
     if isinstance(model, Standardised):
         x = (x.double() - model.mean.double().cpu()) / model.std.double().cpu()
     row, column = divmod(int(x.abs().argmax()), x.shape[1])
@@ -133,7 +134,7 @@ def _refuse_largest(x: Tensor, model: nn.Module, encoding: TableEncoding, rows: 
 
 
 def _no_formula(text: str) -> str:
-    """A text as a cell that spreadsheets show instead of running it; numbers stay as they are."""
+    """Quote a text that a spreadsheet would run as a formula; numbers are unchanged."""
     is_formula = text.startswith(FORMULA) and not NUMBER.fullmatch(text)
     return f"'{text}" if is_formula else text
 

@@ -1,4 +1,4 @@
-"""One training run from data to results: what `marglik train` does."""
+"""Run `marglik train`: from the data to the results."""
 
 import logging
 import re
@@ -37,7 +37,8 @@ from marglik.training.loop import OnlineResult
 _logger = logging.getLogger(__name__)
 
 CHEAP_SECONDS, CHEAP_SHARE = 20.0, 0.25
-"""A plain network is trained unasked in so many seconds, or in this share of the run so far."""
+"""A plain network is trained by default if it takes at most this many seconds, or at most this
+share of the run's time so far."""
 
 
 def train(
@@ -52,48 +53,49 @@ def train(
     run: RunConfig = RunConfig(),  # noqa: B008
     provenance: Provenance = Provenance(),  # noqa: B008
 ) -> Results:
-    """Train a network and its weight decays together: on images, tokens, graphs or tensors.
+    """Train a network and learn its weight decays on images, tokens, graphs, tables or tensors.
 
     A sequence is one example with a label, and so a loss term, at each position. The objective sums
-    the loss over positions and averages it over examples; metrics are means over positions, so that
-    the NLL is in nats per token.
+    the loss over positions and averages it over examples. Metrics are means over positions, so the
+    NLL is in nats per token.
 
-    A run is a list of trainings. What is evaluated and kept of each:
+    A run consists of several trainings. Each keeps and evaluates the following:
 
-    - "learned": network and posterior; the MAP, temperature-scaled too, and Laplace predictives.
-    - "member_1", ...: networks, which predict together with the learned one.
-    - "plain": nothing but the metrics of its MAP, and the learned network's differences from them.
+    - "learned": network and posterior. The MAP, the temperature-scaled MAP and the Laplace
+      predictives are evaluated.
+    - "member_1", ...: networks that form an ensemble with the learned network.
+    - "plain": only the metrics of its MAP, and the differences of the learned network from them.
 
-    Where torchrun has started several processes, they share the work and the first one writes the
+    If torchrun starts several processes, they share the work, and the first process writes the
     files.
 
     Args:
-        model: class of the network, whose outputs are logits, or means for regression. Any
-            importable class will do, such as marglik.models.WideResNetFixup, marglik.models.LeNet,
+        model: class of the network, which returns logits, or means for regression. Any importable
+            class works, such as marglik.models.WideResNetFixup, marglik.models.LeNet,
             marglik.models.MLP, or my_file.MyNet.
         data: class of the data: images (such as marglik.data.Digits), a table
-            (marglik.data.TableFile), any tensors (marglik.data.TensorFile), or an importable class
-            of your own.
+            (marglik.data.TableFile), any tensors (marglik.data.TensorFile), or your own importable
+            class.
         optimizer: the network's optimiser.
         prior: the prior and its updates.
         curvature: the curvature pass.
         predictive: the Laplace predictive of the final evaluation.
         ood: class of out-of-distribution images, on which the predictives should be uncertain.
-        likelihood: distribution of the targets: classification; regression with Gaussian noise,
-            which is learned; bernoulli for independent yes-or-no outputs; heteroscedastic, poisson,
+        likelihood: distribution of the targets: classification; regression with learned Gaussian
+            noise; bernoulli for independent binary outputs; heteroscedastic, poisson,
             "student_t(df=4)" and others, see docs/likelihoods.md.
-        run: everything else.
-        provenance: the options, and how model and data are built; saved with the posterior, which
-            can then be loaded without them.
+        run: all other options.
+        provenance: the options, and the specifications that build model and data. They are saved
+            with the posterior, so that it can be loaded without them.
 
     Raises:
-        ValueError: options, data or model that do not fit together, or a resume with other options
+        ValueError: options, data and model do not fit together, or a resumed run has other options
             than before; raised before any training.
-        NotImplementedError: a layer without a K-FAC rule; raised before any training.
-        FileExistsError: the output folder holds a run already, or other files.
+        NotImplementedError: a layer has no K-FAC rule; raised before any training.
+        FileExistsError: the output folder contains a run or other files.
         OSError: the output folder cannot be written to.
-        FloatingPointError: training diverged.
-        RankError: another process was started with other options.
+        FloatingPointError: the training diverged.
+        RankError: another process has other options.
     """
     start = time.perf_counter()
     gains = gains_in_words(likelihood, prior, run)
@@ -153,10 +155,10 @@ def train(
 
 
 def _finished_results(folder: Path, identity: dict[str, Any]) -> Results | None:
-    """The results in a folder; None if there is still work to do.
+    """Return the results in a folder, or None if some work is left.
 
     Raises:
-        ValueError: the results are of another run, or damaged.
+        ValueError: the results belong to another run, or are damaged.
     """
     results = read_results(folder)
     if results is not None:
@@ -165,11 +167,11 @@ def _finished_results(folder: Path, identity: dict[str, Any]) -> Results | None:
 
 
 def _open_folder(folder: Path, learned: Training, setup: Setup) -> RunLog | None:
-    """Begin the run's folder, or go on in it; returns the log, for the rank that leads.
+    """Create or continue the run's folder; return the log on the first rank.
 
     Raises:
-        FileExistsError: the folder holds a run already, or other files.
-        ValueError: a checkpoint of another run, or a damaged one; nothing is changed then.
+        FileExistsError: the folder contains a run or other files.
+        ValueError: a checkpoint is damaged or belongs to another run; nothing is changed then.
     """
     run, goes_on = setup.run, setup.run.resume and (folder / CHECKPOINT).is_dir()
     if run.resume and learned.checkpoints.exists():
@@ -183,7 +185,7 @@ def _open_folder(folder: Path, learned: Training, setup: Setup) -> RunLog | None
 
 
 def _save(setup: Setup, folder: Path, outcome: OnlineResult, ensemble: Ensemble | None) -> None:
-    """Write the posterior, and the ensemble if there is one; the rank that leads does."""
+    """Write the posterior and the ensemble, if there is one, on the first rank."""
     outcome.laplace.gather()
     if setup.ranks.rank > 0:
         return
@@ -194,9 +196,10 @@ def _save(setup: Setup, folder: Path, outcome: OnlineResult, ensemble: Ensemble 
 
 
 def _cost_of_plain(setup: Setup, outcome: OnlineResult, so_far: float) -> tuple[bool, str]:
-    """Whether a plain network takes little time for this run, and what to say if there is none.
+    """Return whether a plain network costs little beside the run, and the text to print without it.
 
-    It takes as long as the learned one's steps, which may be for several copies of each image.
+    It takes as long as the steps of the learned network, which may process several copies of each
+    image.
     """
     model: Any = setup.model
     seconds = sum(record["seconds"] for record in outcome.records if record["kind"] == "epoch")

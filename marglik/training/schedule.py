@@ -1,9 +1,9 @@
-"""When the prior is updated, when label noise is learned, and which rate the average needs.
+"""Schedule the updates of the prior, the learning of label noise, and the learning rate.
 
-Learning settles if the network can follow the decays that are found: at a learning rate that stays
-high, with updates all along that are bounded. The average of the parameters takes the noise of that
-rate out. A rate that falls to zero early freezes a network before its decays are found, and the
-average of a frozen network changes nothing.
+Learning converges if the network can follow changes of the weight decays. This needs a learning
+rate that stays high, and bounded updates during the whole training. The average of the parameters
+removes the noise of the high rate. If the rate falls to zero early, the network stops before its
+weight decays have converged, and an average cannot correct this.
 """
 
 from dataclasses import dataclass
@@ -17,40 +17,43 @@ from kfac_backend.options import check_option
 
 Keep = Literal["best", "last"]
 Average = Literal["last"]
-"""The average of the parameters over all steps, late ones most; see `marglik.training.average`."""
+"""The average of the parameters over all steps, with the largest weights on late steps; see
+`marglik.training.average`."""
 CurvatureFrom = Literal["auto", "pass"]
-"""Which pass over the data an update makes: with "auto" over a sample, and by random signs if
-exact ones would take longer than the training; see `marglik.training.samples`."""
+"""The data of an update's curvature pass. "auto" uses a sample, with random signs if exact passes
+would take longer than the training; see `marglik.training.samples`."""
 
 LATE_SHARE = 1 / 3
-"""Of the epochs: those in which label noise is learned."""
+"""Share of the epochs, at the end of the training, in which label noise is learned."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the prior is updated, and which parameters the training ends with.
+    """Schedule of the prior's updates, and choice of the final parameters.
 
     Args:
-        epochs: passes over the training data; None if their number is not known.
-        every: epochs between updates; None (null) spreads ``updates`` over the epochs. Where their
-            number is not known, or exceeded, an update follows each epoch at first, and later each
-            tenth to twentieth (2/``updates`` to 1/``updates``) of the epochs so far, and each
-            change of the learning rate.
-        burn_in: no update before the end of this epoch.
-        steps: hyperparameter steps in each update. Few bound what one update changes: Adam's 10
-            steps of 0.1 on log δ change a weight decay by a factor of e at most.
-        keep: "last" ends with an update, also if none is due after the last epoch; "best" with the
-            update of the highest evidence, and puts its parameters back into the network, as
-            laplace-torch's loop does. The best update may be an early one, made before the network
-            fits the data, where the evidence says little.
-        updates: number of updates, at most one per epoch, and without the one that ends training.
-            0 keeps the decays as they are, and fits no posterior, not even at the end.
-        average: "last" ends with the average of the parameters over the steps, late ones most; None
-            (null) with the parameters of the last step. There is no average with keep="best", nor
-            where an epoch is a single step: there is no noise to take out of a full batch.
+        epochs: number of passes over the training data; None if it is not known.
+        every: number of epochs between updates. None (null) spreads ``updates`` over the epochs. If
+            the number of epochs is unknown or exceeded, the first epochs each end with an update.
+            Later, the interval grows to between 1/``updates`` and 2/``updates`` of the epochs so
+            far, and each change of the learning rate also causes an update.
+        burn_in: number of the first epoch that may end with an update.
+        steps: number of hyperparameter steps in each update. The number bounds the change in one
+            update: 10 steps of Adam with step size 0.1 on log δ change a weight decay by at most a
+            factor of e.
+        keep: network that the training returns. "last" ends with an update, even if none is due
+            after the last epoch. "best" returns the parameters of the update with the highest
+            evidence, as laplace-torch's loop does. The best update may be an early one. Its
+            evidence is not comparable, because the network does not fit the data yet.
+        updates: number of updates, at most one per epoch, without the final one. 0 keeps the
+            initial weight decays and fits no posterior.
+        average: parameters that the training ends with. "last" averages them over the steps, with
+            the largest weights on late steps. None (null) takes the parameters of the last step.
+            There is no average with keep="best", nor if an epoch is a single step, because a full
+            batch has no noise.
 
     Raises:
-        ValueError: a number that is too small, or an option that is not supported.
+        ValueError: a number is too small, or an option is not supported.
     """
 
     epochs: int | None = 100
