@@ -375,8 +375,8 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
         if is_unknown and name not in ("", "help"):
             raise ValueError(
                 f"{option} is an option of a class. Pass {of_class} CLASS before it. marglik has "
-                f"the classes {', '.join(names_of_classes(of_class))}. You can also pass the path of "
-                "another class, such as my_file.MyClass."
+                f"the classes {', '.join(names_of_classes(of_class))}. You can also pass the path "
+                "of another class, such as my_file.MyClass."
             )
     completed: list[str] = []
     for argument in arguments:
