@@ -52,6 +52,7 @@ gpu: $(INSTALLED)  ## on a machine with a GPU: tests, benchmarks, and one seed o
 	$(BIN)/python -m experiments.speed.bench_curvature --device cuda --data passes batch_128 update_50000 sizes
 	$(BIN)/python -m experiments.speed.update_step_timing --device cuda
 	$(BIN)/python -m experiments.speed.transformer_timing --data gpt_cuda vit_cuda resnet50_cuda
+	$(BIN)/python -m experiments.speed.language_model_pass --data gpt_cuda
 	$(BIN)/python -m experiments.speed.ekfac_timing --data resnet9_cuda gpt2_cuda
 	for start in redux full; do $(BIN)/python -m experiments.table2.marglik_cifar10 --protocol $$start --seeds 1 --device cuda --jobs 2 --compile reduce-overhead || exit 1; done
 

@@ -71,7 +71,7 @@ class DART(DataSource):
             FileNotFoundError: if there is no such file.
             ValueError: if it is damaged, or has too few windows.
         """
-        groups = _texts_by_triples(unpacked(self.path, FILE, ORIGIN))
+        groups = texts_by_triples(unpacked(self.path, FILE, ORIGIN))
         order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(self.seed))
         shuffled = [groups[i] for i in order.tolist()]
         left = iter(shuffled)
@@ -113,7 +113,7 @@ class DART(DataSource):
                 yield part[:-1] + missing * [PADDING], y
 
 
-def _texts_by_triples(content: bytes) -> list[list[bytes]]:
+def texts_by_triples(content: bytes) -> list[list[bytes]]:
     """Groups of texts whose entries have the same triples, in the file's order."""
     groups: dict[frozenset, list[bytes]] = {}
     for entry in json.loads(content):

@@ -73,6 +73,8 @@ class Method:
     weight_decay: float = 0.0
     pace: float = 1.0
     """Factor on the schedule's warm-up and steps."""
+    max_norm: float | None = None
+    """Norm to which the gradient of all parameters is clipped before K-FAC; None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Training:
         torch.manual_seed(seed)
         self.model = problem.make_model()
         self.loss = problem.loss
+        self.max_norm = method.max_norm
         groups = _groups(self.model, candidate.lr, problem.scalar_lr_factor)
         if method.base == "kfac":
             kfac = KFAC(self.model, problem.likelihood, candidate.lr, params=groups, seed=seed)
@@ -159,6 +162,8 @@ class Training:
             optimizer.zero_grad()
         loss = self.loss(self.model(x), y)
         loss.backward()
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         if self.preconditioner is not None:
             self.preconditioner.step(lr=self.peak_lr)
         for optimizer in self.optimizers:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
 from experiments import studies
 from experiments.augmentation import learned_ranges
 from experiments.exactness.networks import Config as Exactness
 from experiments.labels import label_noise, suspicious_labels
 from experiments.optimizers import optimizer_comparison, steps_to_target
-from experiments.optimizers.training import Method, Problem, Schedule
+from experiments.optimizers.training import Candidate, Method, Problem, Schedule, Training
 from experiments.predictions import out_of_distribution
 from experiments.speed import (
     bench_curvature,
@@ -23,6 +24,7 @@ from experiments.speed import (
     bench_quick,
     ekfac_timing,
     fits,
+    language_model_pass,
     price,
     transformer_timing,
     update_step_timing,
@@ -44,7 +46,12 @@ from experiments.weight_decay.training import digits, mlp, no_norm
 from marglik.cli import main as marglik
 from marglik.data import Splits
 from marglik.models import MLP
-from tests.experiments.data.text_and_graphs import nci1_texts, write_nci1
+from tests.experiments.data.text_and_graphs import (
+    dart_entries,
+    nci1_texts,
+    write_dart,
+    write_nci1,
+)
 from tests.experiments.tasks import Task, run_task
 
 TO_TARGET = "optimizers.steps_to_target"
@@ -288,6 +295,32 @@ def small_transformer_timing(patch):
     return found, transformer_timing.table
 
 
+def small_language_model_pass(patch):
+    path = write_dart(Path(language_model_pass.FILE).resolve(), dart_entries(40))
+    patch.setenv("MARGLIK_DATA", str(path.parent))
+    small = language_model_pass.Config(
+        "gpt_cpu", 8, 2, 3, dim=8, depth=1, heads=1, vocabulary=300, diagonal_above=100,
+        repetitions=2,
+    )  # fmt: skip
+    found = record_of(language_model_pass.run, small) | {"name": small.name}
+    assert (found["windows"], found["tokens"]) == (3, 24)
+    assert {len(seconds) for seconds in found["seconds"].values()} == {2}
+    return [found], language_model_pass.table
+
+
+def test_random_merges_are_the_text_and_fit_the_vocabulary():
+    texts = [b"\na | b => a b c\n" * 20, bytes(range(256))]
+    for vocabulary in (256, 280, 10_000):
+        numbers = language_model_pass.tokens_of(texts, vocabulary)
+        assert max(numbers) < vocabulary and numbers == language_model_pass.tokens_of(
+            texts, vocabulary
+        )
+        if vocabulary == 256:  # no merge: the bytes themselves
+            assert bytes(numbers) == b"".join(texts)
+    # One to seven bytes a token, four on average.
+    assert sum(map(len, texts)) / 5 < len(numbers) < sum(map(len, texts)) / 3
+
+
 def small_ekfac_timing(patch):
     small = ekfac_timing.Size("gpt2", 4, 2, tokens=6, dim=64, depth=1, vocabulary=11)
     sizes = {"resnet9_cpu": ekfac_timing.Size("resnet9", 4, 2, dim=4), "gpt2_cpu": small}
@@ -518,7 +551,42 @@ def test_a_study_to_a_target_goes_through_its_stages(
         curves = files[f"tiny_{name}_seeds"]["curves"]
         assert [curve["seed"] for curve in curves] == [1, 2]
         assert all(curve["loss"][-1] < curve["loss"][0] for curve in curves)
+    # A shorter schedule takes as long a step as the reference, and is not timed.
+    assert files["tiny_sgd_timing"]["config"]["methods"] == ["sgd", "reduce", "diverges"]
     (tmp_path / "tiny/tiny_adamw_seeds.json").unlink()
     in_this_process.clear()
     assert steps_to_target.main(arguments) == 0
     assert in_this_process == ["tiny_adamw_seeds"]
+
+
+def test_with_one_damping_kfac_takes_the_references_rate(tmp_path, monkeypatch, in_this_process):
+    """As in the appendix' second run of figure 4's training."""
+    methods = {
+        "sgd": Method("SGD", "nesterov", max_norm=0.5),
+        "reduce": Method(
+            "K-FAC-reduce", "nesterov", "reduce", {"factor_every": 1, "ema_decay": 0.9}, pace=0.5
+        ),
+    }
+    study = replace(TINY, methods=methods, lr={"sgd": (1e-2, 1e-1)}, damping=1e-3)
+    monkeypatch.setitem(steps_to_target.STUDIES, "tiny", study)
+    assert steps_to_target.main(["--study", "tiny", "--results", str(tmp_path)]) == 0
+    assert in_this_process == [
+        "tiny_sgd_search", "tiny_sgd_seeds", "tiny_reduce_seeds", "tiny_sgd_timing",
+    ]  # fmt: skip
+    files = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("tiny/*.json")}
+    chosen = {m: files[f"tiny_{m}_seeds"]["curves"][0]["candidate"] for m in methods}
+    assert chosen["reduce"] == {"lr": chosen["sgd"]["lr"], "damping": 1e-3}
+    assert "| K-FAC-reduce | " in (tmp_path / "tiny/table.md").read_text()
+
+
+def test_gradients_are_clipped_to_the_norm():
+    def moved(max_norm):
+        method = Method("SGD", "nesterov", momentum=1e-9, max_norm=max_norm)
+        training = Training(
+            TINY.problem, Blobs().load(), method, Candidate(1.0), 0, Schedule(10**6, 0)
+        )
+        before = parameters_to_vector(training.model.parameters())
+        training.step()
+        return (parameters_to_vector(training.model.parameters()) - before).norm().item()
+
+    assert moved(1e-3) == pytest.approx(1e-3, rel=1e-3) and moved(None) > 1e-2
