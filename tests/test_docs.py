@@ -157,7 +157,8 @@ def test_the_site_is_built_and_whole(site):
             assert (site / page).parent.joinpath(image).exists(), (page, image)
     for command in ("train", "fit", "evaluate", "report"):
         assert f"usage: marglik {command} " in pages["command-line.html"]
-    assert "K-FAC-expand and K-FAC-reduce" in pages["mathematics.html"]
+    assert 'id="the-curvature"' in pages["mathematics.html"]
+    assert 'id="posteriorfit"' in pages["api/marglik.html"]
 
 
 @pytest.mark.slow

@@ -79,10 +79,12 @@ MISSING = {
     "marglik.write_report(['.'])": ("yaml", "report"),
     "marglik.data.Digits().load()": ("sklearn", "statistics"),
     "marglik.data.TableFile('table.csv').load()": ("pandas", "tables"),
+    "marglik.runs.config.RunConfig(logger='tensorboard')": ("tensorboard", "loggers"),
+    "marglik.runs.config.RunConfig(logger='wandb')": ("wandb", "loggers"),
 }  # fmt: skip
 
 REFUSALS = """
-import kfac_backend, marglik, marglik.data, pathlib
+import kfac_backend, marglik, marglik.data, marglik.runs.config, pathlib
 x, y = torch.randn(30, 4), torch.randint(3, (30,))
 model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters())

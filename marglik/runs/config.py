@@ -7,10 +7,12 @@ from kfac_backend.options import (
     CurvatureOptions,
     PassOptions,
     TargetOptions,
+    check_option,
     check_positive,
 )
 from marglik.data.splits import check_fraction
 from marglik.posterior.prior import PriorStructure, UpdateMethod
+from marglik.runs.loggers import LoggerName, check_logger
 from marglik.training.decay_policy import WEIGHT_DECAY
 from marglik.training.loop import CompileMode
 from marglik.training.schedule import CurvatureFrom, Schedule
@@ -121,6 +123,9 @@ class RunConfig:
             reduce-overhead records CUDA graphs on a GPU. Compilation changes the results only by
             rounding.
         progress: whether to show progress bars on a terminal and lines of text elsewhere.
+        logger: logs the numbers of each epoch and update, and the test metrics, for tensorboard or
+            wandb (Weights & Biases). null logs nothing. The curves of TensorBoard are in the folder
+            tensorboard of the output folder. Needs pip install 'marglik[loggers]'.
     """
 
     epochs: int = 30
@@ -137,12 +142,16 @@ class RunConfig:
     precision: Precision = "32-true"
     compile: CompileMode | None = None
     progress: bool = True
+    logger: LoggerName | None = None
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
         for name in ("batch_size", "epochs", "members"):
             check_positive(name, getattr(self, name))
         check_fraction("held_out", self.held_out)
+        if self.logger is not None:
+            check_option("logger", self.logger, LoggerName)
+            check_logger(self.logger)
 
 
 def check_seed(seed: int) -> None:

@@ -25,7 +25,15 @@ from marglik.runs.optimizers import OptimizerConfig
 from marglik.storage.provenance import Provenance
 from marglik.training.loop import ranks_of
 
-NOT_OF_THE_RESULT = ["output", "overwrite", "resume", "accelerator", "progress", "baseline"]
+NOT_OF_THE_RESULT = [
+    "output",
+    "overwrite",
+    "resume",
+    "accelerator",
+    "progress",
+    "logger",
+    "baseline",
+]
 """Options of the run that do not affect its results, and may differ when it is resumed."""
 
 

@@ -17,6 +17,7 @@ from marglik.prediction.predictive import PredictiveConfig
 from marglik.records import Results
 from marglik.runs import trainings
 from marglik.runs.config import CurvatureConfig, PriorConfig, RunConfig
+from marglik.runs.loggers import MetricsLogger
 from marglik.runs.optimizers import OptimizerConfig
 from marglik.runs.results import learned_results, posterior_results
 from marglik.runs.setup import Setup, checked_setup, gains_in_words, identity_of
@@ -32,7 +33,7 @@ from marglik.storage.run_folder import (
     write_evaluation,
     write_results,
 )
-from marglik.training.loop import OnlineResult
+from marglik.training.loop import OnlineResult, Record
 
 _logger = logging.getLogger(__name__)
 
@@ -114,8 +115,15 @@ def train(
     # What was trained before comes from its checkpoint; all else is done again, to the same end.
     if results is None:
         log = _open_folder(folder, learned, setup)
+        logger = MetricsLogger(run.logger, folder, identity) if leads and run.logger else None
         ready = time.perf_counter()
-        _, outcome = trainings.train_network(setup, learned, log)
+
+        def on_record(record: Record) -> None:
+            for writer in (log, logger):
+                if writer is not None:
+                    writer.write(record)
+
+        _, outcome = trainings.train_network(setup, learned, on_record)
         start += time.perf_counter() - ready - outcome.seconds  # in full, though it was resumed
         of_posterior = posterior_results(setup, outcome.laplace)  # before it sees what is held out
         trainings.calibrate(setup, outcome.laplace)
@@ -129,6 +137,8 @@ def train(
             results = trainings.compare_with_simple_models(setup, results, scores)
         if leads:
             write_evaluation(folder, evaluation, folder)
+            if logger is not None:
+                logger.close(evaluation.predictives)
             write_results(folder, results)  # now, since the plain network may fail
         is_cheap, no_verdict = _cost_of_plain(setup, outcome, seconds)
         baseline = is_cheap if baseline is None else baseline

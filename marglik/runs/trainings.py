@@ -31,10 +31,10 @@ from marglik.runs.results import evaluation_in_units, scores_in_units
 from marglik.runs.setup import Setup
 from marglik.specification import build_from_spec
 from marglik.storage.checkpoint import Checkpoints
-from marglik.storage.run_folder import CHECKPOINT, RunLog
+from marglik.storage.run_folder import CHECKPOINT
 from marglik.training.decay_policy import DecayPolicy
 from marglik.training.learner import PriorLearner
-from marglik.training.loop import OnlineResult, OnlineTraining
+from marglik.training.loop import OnlineResult, OnlineTraining, Record
 
 _logger = logging.getLogger(__name__)
 
@@ -81,14 +81,17 @@ def named_trainings(setup: Setup, folder: Path, identity: dict[str, Any]) -> lis
 
 
 def train_network(
-    setup: Setup, training: Training, log: RunLog | None = None, first: OnlineResult | None = None
+    setup: Setup,
+    training: Training,
+    on_record: Callable[[Record], None] | None = None,
+    first: OnlineResult | None = None,
 ) -> tuple[nn.Module, OnlineResult]:
     """Train a network and its prior, starting from a checkpoint if there is one.
 
     Args:
         setup: of the run.
         training: which network.
-        log: takes the records of epochs and updates.
+        on_record: called with the record of each epoch and update.
         first: what the learned training came to, for a member.
 
     Raises:
@@ -119,7 +122,7 @@ def train_network(
     outcome = OnlineTraining(
         model, optimizer, batches, learner, scheduler=scheduler, fabric=setup.fabric,
         held_out=_validation_batches(setup), compile_mode=run.compile,
-        on_record=log.write if log else None, progress=run.progress,
+        on_record=on_record, progress=run.progress,
     ).run(training.checkpoints)  # fmt: skip
     return model, outcome
 

@@ -45,6 +45,8 @@ ALL = (
 )  # fmt: skip
 RECORDS = (RESULTS, POSTERIOR, EVALUATION, ENSEMBLE)
 """Files that say of themselves that marglik wrote them."""
+TENSORBOARD, EVENTS = "tensorboard", "events.out.tfevents.*"
+"""The folder with the curves that TensorBoard shows, and its files."""
 STATES = re.compile(r"learned|plain|member_[0-9]+")
 """The names of the folders in `CHECKPOINT`: one for each network that a run trains."""
 
@@ -78,6 +80,12 @@ def begin_run(
     for name in ALL:
         if name != CHECKPOINT:
             (folder / name).unlink(missing_ok=True)
+    # A resumed run logs its earlier records again.
+    curves = folder / TENSORBOARD
+    if curves.is_symlink():
+        curves.unlink()
+    for path in curves.glob(EVENTS):
+        path.unlink()
     if resume:
         remove_leftovers(folder)
     else:
