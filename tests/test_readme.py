@@ -157,6 +157,8 @@ def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
         assert len(examples_of(page)) == 1 and len(examples_of(page)[0].splitlines()) <= 15
         assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
     shown = capsys.readouterr().out
+    if page == "docs/calibration.md":
+        _check_conformal_sets(namespace)
     if page == "docs/index.md":
         assert "torch.Size([75, 75])" in shown
     if page == "kfac_backend/README.md":
@@ -172,6 +174,18 @@ def _check_seven_uses(examples, namespace, of_table):
     assert len(rows) == 21 and rows[0] == "mean,std,low,high"
     assert namespace["losses_of_kfac"]["K-FAC"] < namespace["losses_of_kfac"]["SGD"]
     assert namespace["right"] > 3 * namespace["left"]  # the noise is 5 times as large there
+
+
+def _check_conformal_sets(namespace):
+    """By the definition: probabilities above the quantile of the labels' of new examples."""
+    classifier, X, labels = (namespace[name] for name in ("classifier", "X_new", "labels_new"))
+    scores = np.sort(1 - classifier.predict_proba(X)[range(len(X)), labels])
+    threshold = scores[int(np.ceil((len(X) + 1) * 0.95)) - 1]
+    probabilities = classifier.predict_proba(namespace["X_test"])
+    assert (namespace["sets"][:, :, 0] == (probabilities >= 1 - threshold)).all()
+    # Coverages of 400 and 800 examples: a standard deviation of 0.013.
+    assert 0.91 < namespace["contained"].mean() < 0.99
+    assert 1 <= namespace["sets"].sum(1).mean() < 2
 
 
 INSTALLATION = [

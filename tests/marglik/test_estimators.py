@@ -6,13 +6,20 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from sklearn.base import clone
+from sklearn.base import BaseEstimator, ClassifierMixin, clone
 from sklearn.datasets import make_friedman1
 from sklearn.model_selection import train_test_split
 from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 
-from marglik import MarglikClassifier, MarglikRegressor, calibrate, marglik_training
+from marglik import (
+    MarglikClassifier,
+    MarglikRegressor,
+    Posterior,
+    calibrate,
+    laplace_predictive,
+    marglik_training,
+)
 from marglik.data import Batches
 from marglik.training.schedule import settling_rate
 
@@ -153,3 +160,43 @@ def test_what_does_not_fit_is_named():
     for level in (90, -0.5):
         with pytest.raises(ValueError, match="level lies between 0 and 1"):
             numbers.predict_interval(x, level)
+
+
+def test_mapie_makes_intervals_and_sets_of_estimators_and_of_any_posterior():
+    """By the quantile of new residuals; `docs/calibration.md` has the sets of a classifier."""
+    classification = pytest.importorskip("mapie.classification")
+    from mapie.regression import SplitConformalRegressor
+
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(260, 2))
+    y = X[:, 0] + 0.3 * rng.normal(size=260)
+    regressor = MarglikRegressor(epochs=5, random_state=0).fit(X[:100], y[:100])
+    conformal = SplitConformalRegressor(regressor, confidence_level=0.9)
+    _, intervals = conformal.conformalize(X[100:179], y[100:179]).predict_interval(X[179:])
+    residuals = np.sort(abs(y[100:179] - regressor.predict(X[100:179])))
+    half = (intervals[:, 1, 0] - intervals[:, 0, 0]) / 2
+    np.testing.assert_allclose(half, residuals[int(np.ceil(80 * 0.9)) - 1])
+
+    class Probabilities(ClassifierMixin, BaseEstimator):
+        """A posterior's predictive for scikit-learn."""
+
+        classes_ = np.arange(2)
+
+        def fit(self, X, y):
+            return self
+
+        def predict_proba(self, X):
+            return predict(torch.tensor(X)).mean.numpy()
+
+        def predict(self, X):
+            return self.predict_proba(X).argmax(1)
+
+    labels = (y > 0).astype(int)
+    posterior = Posterior(torch.nn.Linear(2, 2).double(), "classification")
+    posterior.fit([(torch.tensor(X[:100]), torch.tensor(labels[:100]))])
+    predict = laplace_predictive(posterior)
+    conformal = classification.SplitConformalClassifier(Probabilities(), confidence_level=0.9)
+    _, sets = conformal.conformalize(X[100:179], labels[100:179]).predict_set(X[179:])
+    probabilities = Probabilities().predict_proba(X[100:179])[range(79), labels[100:179]]
+    threshold = np.sort(1 - probabilities)[int(np.ceil(80 * 0.9)) - 1]
+    assert (sets[:, :, 0] == (Probabilities().predict_proba(X[179:]) >= 1 - threshold)).all()
