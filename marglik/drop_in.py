@@ -103,8 +103,9 @@ def marglik_training(
             ``fisher`` and ``mc_samples``, which the backend sets.
 
     Returns:
-        The Laplace approximation, fitted; the model with its parameters; the negative evidence
-        (nats) at every hyperparameter step; the loss of every epoch.
+        The Laplace approximation, fitted, with one prior precision or one per tensor; the model
+        with its parameters; the negative evidence (nats) at every hyperparameter step; the loss of
+        every epoch.
     """
     if prior_structure not in ("layerwise", "scalar"):
         raise ValueError(
@@ -166,13 +167,14 @@ def marglik_training(
         keep_probabilities=False,
     ).run()
     posterior = result.laplace
+    number = 1 if prior_structure == "scalar" else posterior.n_layers
     laplace = Laplace(
         model,
         posterior.likelihood,  # with the parameters that were learned
         "all",
         hessian_structure,
         options=curvature,
-        prior_precision=posterior.prior_precision,
+        prior_precision=posterior.prior_precision[:number],
         sigma_noise=posterior.sigma_noise,
         temperature=temperature,
         enable_backprop=enable_backprop,

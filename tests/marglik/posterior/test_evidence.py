@@ -67,7 +67,8 @@ def test_wrong_hyperparameters(options, message):
 
 def test_a_fit_keeps_its_likelihood():
     model, data = nn.Linear(2, 3), [(torch.ones(4, 2), torch.zeros(4).long())]
-    posterior = Posterior(model, "classification")
+    posterior = Posterior(model, "regression")
+    posterior.likelihood = "classification"  # before the fit
     posterior.fit(data)
     with pytest.raises(ValueError, match="fitted with .*'classification'.* Fit another one"):
         posterior.likelihood = "bernoulli"

@@ -49,6 +49,7 @@ def test_same_numbers_in_classification(prior_structure, structure):
     assert_close(torch.tensor(ours[2]), torch.tensor(theirs[2]), rtol=1e-6, atol=0)
     assert_close(torch.tensor(ours[3]), torch.tensor(theirs[3]), rtol=1e-6, atol=0)
     assert ours[0].structure == structure
+    assert ours[0].prior_precision.shape == theirs[0].prior_precision.shape
     x = next(iter(loader()))[0]
     assert_close(ours[1](x), theirs[1](x), rtol=1e-5, atol=1e-7)
     # laplace-torch keeps the precision of before the last hyperparameter step.
