@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from marglik.posterior.prior import weight_decay_to_precision as weight_decay_to_precision
     from marglik.posterior_file import load_posterior as load_posterior
     from marglik.posterior_file import save_posterior as save_posterior
+    from marglik.prediction.acquisition import Acquisition as Acquisition
+    from marglik.prediction.acquisition import acquire as acquire
     from marglik.prediction.calibration import calibrate as calibrate
     from marglik.prediction.ensemble import Ensemble as Ensemble
     from marglik.prediction.links import Prediction as Prediction
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from marglik.training.state import LearnerOptions as LearnerOptions
 
 _MODULES = {
+    "Acquisition": "prediction.acquisition",
     "DecayPolicy": "training.decay_policy",
     "Ensemble": "prediction.ensemble",
     "Hyperparameters": "posterior.prior",
@@ -63,6 +66,7 @@ _MODULES = {
     "PriorLearner": "training.learner",
     "Schedule": "training.schedule",
     "SuspiciousLabels": "prediction.suspicious_labels",
+    "acquire": "prediction.acquisition",
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.metrics",
     "laplace_predictive": "prediction.predictive",

@@ -1,4 +1,4 @@
-"""The command `marglik`: the options of its five commands and their calls.
+"""The command `marglik`: the options of its six commands and their calls.
 
 Each command is a function. jsonargparse makes options from its arguments and help from its
 docstring. The modules of a command are imported only for this command, because importing torch
@@ -43,11 +43,13 @@ COMMANDS = {
     "fit": "fit a posterior to a network that was trained elsewhere",
     "evaluate": "compute metrics on test data and out-of-distribution data",
     "predict": "predict the rows of a new table, in the units of the target",
+    "acquire": "choose the rows of a table to label next",
     "report": "write an HTML report about one run, or a comparison of several runs",
 }
 ARGUMENTS = {
     "evaluate": "FOLDER [OPTIONS]",
     "predict": "FOLDER ROWS -o FILE [OPTIONS]",
+    "acquire": "FOLDER POOL -n NUMBER -o FILE [OPTIONS]",
     "report": "FOLDERS [OPTIONS]",
 }
 DESCRIPTION = (
@@ -59,6 +61,7 @@ FUNCTIONS = {
     "fit": "marglik.runs.fit:fit",
     "evaluate": "marglik.runs.evaluate:evaluate_run",
     "predict": "marglik.runs.predict:predict_rows",
+    "acquire": "marglik.runs.acquire:acquire_rows",
 }
 """Function of each command, imported on demand, because importing torch takes seconds."""
 FIRST_STEP = "marglik train --config digits"
@@ -243,11 +246,15 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     function = resolve_name(FUNCTIONS[command])
     configs = _configs(function) if command == "train" else {}
     skip: Any = {"provenance", *configs, *_switches(function)}
-    if command == "predict":
+    if command in ("predict", "acquire"):
         skip.add("output")
-        text = "CSV file to write the predictions to."
+        text = f"CSV file to write the {'predictions' if command == 'predict' else 'rows'} to."
         parser.add_argument("-o", "--output", type=str, required=True, help=text)
-    on_folder = command in ("evaluate", "predict")
+    if command == "acquire":
+        skip.add("number")
+        text = "The number of rows to choose."
+        parser.add_argument("-n", "--number", type=int, required=True, help=text)
+    on_folder = command in ("evaluate", "predict", "acquire")
     parser.add_function_arguments(function, as_positional=on_folder, skip=skip)
     _add_switches(parser, function)
     if command == "train":
@@ -316,6 +323,10 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
         is_calibrated = "calibrated" if results["calibrated"] else "not calibrated"
         say(f"{results['rows']} rows predicted ({results['predictive']}, {is_calibrated})")
         say(f"Written to {results['output']}")
+        return
+    if command == "acquire":
+        chosen = f"{results['rows']} of {results['pool']} rows chosen"
+        say(f"{chosen} ({results['method'].replace('_', ' ')})\nWritten to {results['output']}")
         return
     if not _is_another_rank():
         show = print_results if command == "train" else print_evaluation

@@ -20,6 +20,7 @@ from marglik.data import Batches
 from marglik.data.splits import check_fraction
 from marglik.eval_mode import eval_mode
 from marglik.models import MLP
+from marglik.prediction.acquisition import AcquisitionMethod, acquire
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import Predictive, laplace_predictive, map_predictive
@@ -155,14 +156,40 @@ class Estimator(BaseEstimator):
         standardised = self.scaler_.transform(X.reshape(len(X), -1)).reshape(X.shape)
         return torch.tensor(standardised).to(next(self.model_.parameters()))
 
-    def _predict(self, X: Any) -> Prediction:
-        """The prediction of standardised targets."""
+    def acquire(
+        self,
+        X: Any,
+        number: int,
+        method: AcquisitionMethod = "mutual_information",
+        *,
+        labelled: Any = None,
+        joint: bool = False,
+    ) -> np.ndarray:
+        """Indices (number,) of the rows of X whose labels to buy next, the best first.
+
+        Args:
+            X: the pool, with the columns of `fit`.
+            number: the number of rows to choose.
+            method: the score; the arguments are those of `marglik.acquire`.
+            labelled: indices, or a mask, of rows that are labelled already.
+            joint: whether each choice takes the earlier ones into account.
+        """
+        x = self._checked_inputs(X)
+        chosen = acquire(self.posterior_, x, number, method, labelled=labelled, joint=joint)
+        return chosen.index.numpy()
+
+    def _checked_inputs(self, X: Any) -> Tensor:
         check_is_fitted(self)
         checked: Any = validate_data(self, X, reset=False, allow_nd=True, dtype="numeric")
+        return self._inputs(checked)
+
+    def _predict(self, X: Any) -> Prediction:
+        """The prediction of standardised targets."""
+        x = self._checked_inputs(X)
         predict: Predictive = laplace_predictive(self.posterior_)
         if likelihood_of(self.likelihood).has_labels and not self.posterior_.calibrations:
             predict = map_predictive(self.model_, self.posterior_.likelihood)
-        parts = self._inputs(checked).split(PREDICTED_AT_ONCE)
+        parts = x.split(PREDICTED_AT_ONCE)
         return Prediction.cat([predict(part).to("cpu") for part in parts])
 
 

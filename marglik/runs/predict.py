@@ -70,31 +70,8 @@ def predict_rows(
             data, or is so large that the prediction is not finite.
     """
     check_seed(seed)
-    if Path(output).resolve() == Path(rows).resolve():
-        raise ValueError(
-            f"{output} is the file of the rows, which the predictions would replace; pass another "
-            "--output."
-        )
-    if (folder := run_folder_of(Path(output))) is not None:
-        raise ValueError(
-            f"{output} is in {folder}, the folder of a run, whose files predict never changes; "
-            "pass an --output elsewhere."
-        )
-    if Path(output).is_dir():
-        raise ValueError(f"{output} is a folder; pass a file in it as --output.")
-    if Path(output).exists() and not overwrite:
-        raise FileExistsError(f"{output} exists; pass --overwrite, or another --output.")
-    record = read_posterior(path)
-    data = record["data"] or {}
-    if "table" not in data:
-        raise ValueError(
-            f"{path} was trained on {data.get('name', 'unknown data')}, which is not a TableFile; "
-            "predict takes the rows of a table. In Python use load_posterior and "
-            "laplace_predictive."
-        )
-    encoding = TableEncoding(**data["table"])
-    x = encoding.encode(encoding.read(rows), f"'{rows}'")
-    check_values(f"'{rows}'", x)
+    check_output(rows, output, overwrite)
+    record, encoding, _, x = rows_of_table(path, rows)
     device = device_of(accelerator)
     laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -107,7 +84,8 @@ def predict_rows(
         _refuse_largest(x, laplace.model, encoding, rows)
     if not all(bool(t.isfinite().all()) for t in (prediction.mean, prediction.total)):
         _refuse_largest(x, laplace.model, encoding, rows)
-    columns = _columns(prediction, laplace.likelihood, encoding, data.get("target_scale"))
+    scale = record["data"].get("target_scale")
+    columns = _columns(prediction, laplace.likelihood, encoding, scale)
     with extra("tables"):
         import pandas
 
@@ -118,6 +96,44 @@ def predict_rows(
         "predictive": predictive.label,
         "calibrated": predictive.label in laplace.calibrations and predictive.is_calibrated,
     }
+
+
+def check_output(rows: str, output: str, overwrite: bool) -> None:
+    """Raise an error for a file that a command on the rows of a table may not write."""
+    if Path(output).resolve() == Path(rows).resolve():
+        raise ValueError(
+            f"{output} is the file of the rows, which the output would replace; pass another "
+            "--output."
+        )
+    if (folder := run_folder_of(Path(output))) is not None:
+        raise ValueError(
+            f"{output} is in {folder}, the folder of a run, whose files this command never "
+            "changes; pass an --output elsewhere."
+        )
+    if Path(output).is_dir():
+        raise ValueError(f"{output} is a folder; pass a file in it as --output.")
+    if Path(output).exists() and not overwrite:
+        raise FileExistsError(f"{output} exists; pass --overwrite, or another --output.")
+
+
+def rows_of_table(path: str, rows: str) -> tuple[dict[str, Any], TableEncoding, Any, Tensor]:
+    """A run's record and encoding, and the rows of a new table as read and as encoded.
+
+    Raises:
+        ValueError: a run that is not of a table; rows that cannot be encoded.
+    """
+    record = read_posterior(path)
+    data = record["data"] or {}
+    if "table" not in data:
+        raise ValueError(
+            f"{path} was trained on {data.get('name', 'unknown data')}, which is not a TableFile; "
+            "this command takes the rows of a table. In Python use load_posterior."
+        )
+    encoding = TableEncoding(**data["table"])
+    frame = encoding.read(rows)
+    x = encoding.encode(frame, f"'{rows}'")
+    check_values(f"'{rows}'", x)
+    return record, encoding, frame, x
 
 
 def _refuse_largest(x: Tensor, model: nn.Module, encoding: TableEncoding, rows: str) -> NoReturn:

@@ -31,6 +31,7 @@ SHOWN = {
     "own_layer": ["reduce: relative error", "NotImplementedError", "prior precision"],
     "lightning_digits": ["calibrated Laplace"],
     "hugging_face_text": ["calibrated Laplace"],
+    "active_learning": ["random: accuracy", "entropy: accuracy", "mutual_information: accuracy"],
     "bayesian_optimisation": [],
     "lora": ["has others than it was fitted with", "Laplace, calibrated"],
 }
@@ -42,7 +43,7 @@ NEED = {
     "lora": ["transformers", "peft"],
 }
 """Packages of extras."""
-WITHOUT_FIGURE = ("cifar10_post_hoc", "gpt_text", "own_layer", *NEED)
+WITHOUT_FIGURE = ("active_learning", "cifar10_post_hoc", "gpt_text", "own_layer", *NEED)
 CHECK = """
 assert len(set(prior.learner.weight_decays().tolist())) > 3
 assert found["calibrated Laplace"].nll < found["MAP"].nll + 0.01
@@ -52,6 +53,7 @@ assert all(metrics.accuracy > 0.5 for metrics in found.values())
 CHECKS = {
     "lightning_digits": CHECK,
     "hugging_face_text": CHECK,
+    "active_learning": "assert accuracy > 0.8 and blends < 0.3",  # of the mutual information
     "bayesian_optimisation": "assert 0 <= regrets[0, 0, -1] < 0.5 < regrets[0, 1, -1]",
 }
 """Run as a last cell."""

@@ -16,6 +16,7 @@ from marglik import (
     MarglikClassifier,
     MarglikRegressor,
     Posterior,
+    acquire,
     calibrate,
     laplace_predictive,
     marglik_training,
@@ -87,6 +88,18 @@ def test_predictions_are_those_of_the_direct_calls(likelihood):
             total = s * variance + fit.calibration.sigma_noise**2
         torch.testing.assert_close(std, total[:, 0].sqrt() * Y.std())
     assert found.posterior_.n_data == N
+
+
+@pytest.mark.parametrize("kind", [MarglikClassifier, MarglikRegressor])
+def test_rows_to_label_are_those_of_the_direct_call(kind):
+    y = LABELS if kind is MarglikClassifier else Y
+    found = kind(epochs=2, random_state=0).fit(X[:100], y[:100])
+    x = torch.tensor((X - X[:100].mean(0)) / X[:100].std(0))
+    for joint in (False, True):
+        expected = acquire(found.posterior_, x, 4, labelled=range(100), joint=joint).index
+        chosen = found.acquire(X, 4, labelled=range(100), joint=joint)
+        assert chosen.tolist() == expected.tolist() and chosen.min() >= 100
+    assert chosen.tolist() != found.acquire(X, 4, "random", labelled=range(100)).tolist()
 
 
 @pytest.mark.slow

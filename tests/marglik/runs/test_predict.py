@@ -69,7 +69,7 @@ def test_numbers_are_in_the_targets_units(tmp_path, capsys):
     assert "'town' has 'C' (in 5 row(s))" in refusal(capsys, *arguments, "--overwrite")
     pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / "out.csv"), found)
     itself = (*arguments[:4], str(tmp_path / "." / "new.csv"), "--overwrite")
-    assert "the file of the rows, which the predictions would replace" in refusal(capsys, *itself)
+    assert "the file of the rows, which the output would replace" in refusal(capsys, *itself)
 
 
 @pytest.mark.parametrize("target", ["price", "town"])

@@ -1,0 +1,256 @@
+"""Which inputs to label: scores by quadrature and by loops over parameters, choices by search."""
+
+import math
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.testing import assert_close
+
+from marglik import Ensemble, Posterior, acquire, calibrate, map_predictive
+from marglik.prediction import acquisition
+from marglik.prediction.acquisition import choose_by_samples
+from tests.random_numbers import normal
+
+M = 30
+
+
+def posterior(likelihood, outputs, prior_precision=1.0, **options):
+    """Of a small network in float64, with its data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    x = normal(20, 2)
+    y = (x[:, 0] > 0).long() if likelihood == "classification" else normal(20, outputs)
+    y = (y > 0).double() if likelihood == "bernoulli" else y
+    fitted = Posterior(model, likelihood, prior_precision=prior_precision, **options)
+    fitted.fit([(x, y)])
+    return fitted, x, y
+
+
+def pool(scale=2.0):
+    return scale * normal(M, 2)
+
+
+def dense_outputs(fitted, x):
+    """Outputs, Jacobians (M, C, P) and the dense covariance of the parameters."""
+    parameters = {name: p.detach() for name, p in fitted.model.named_parameters()}
+    jacobians = jacrev(lambda p: functional_call(fitted.model, p, (x,)))(parameters)
+    f = fitted.model(x).detach()
+    J = torch.cat([jacobians[name].flatten(2) for name in parameters], -1)
+    blocks = [
+        torch.linalg.inv(fitted.factors.to_dense(n) + fitted.prior_precision * torch.eye(s))
+        for n, s in ((n, p.numel()) for n, p in parameters.items())
+    ]
+    return f, J, torch.block_diag(*blocks)
+
+
+def entropy(p):
+    return -sum(q * math.log(q) for q in p if q > 0)
+
+
+def test_information_of_yes_or_no_is_that_of_a_fine_quadrature():
+    fitted, *_ = posterior("bernoulli", 1, 0.1)
+    x = pool()
+    f, J, covariance = dense_outputs(fitted, x)
+    nodes = torch.linspace(-9, 9, 20001).double()
+    weights = torch.exp(-0.5 * nodes**2) / torch.exp(-0.5 * nodes**2).sum()
+    expected = []
+    for n in range(M):
+        p = (f[n, 0] + (J[n] @ covariance @ J[n].T)[0, 0].sqrt() * nodes).sigmoid()
+        of_mean = entropy([float(weights @ p), 1 - float(weights @ p)])
+        expected.append(
+            of_mean - float(weights @ torch.special.entr(torch.stack([p, 1 - p])).sum(0))
+        )
+    found = acquire(fitted, x, 3, batch_size=7)
+    assert_close(found.scores, torch.tensor(expected).double(), rtol=1e-4, atol=1e-6)
+    assert found.index.tolist() == np.argsort(expected)[::-1][:3].tolist()
+    assert_close(found.gain, found.scores[found.index])
+    # The control: the MAP's entropy ranks otherwise.
+    of_map = acquire(map_predictive(fitted.model, "bernoulli"), x, 3, "entropy")
+    p = f[:, 0].sigmoid()
+    assert_close(of_map.scores, torch.special.entr(torch.stack([p, 1 - p])).sum(0))
+    assert np.corrcoef(of_map.scores, expected)[0, 1] < 0.9
+
+
+def test_information_of_classes_is_that_of_sampled_parameters():
+    """All parameters' outputs one by one, 40,000 of them."""
+    fitted, *_ = posterior("classification", 3, 0.3)
+    x = pool()[:6]
+    f, J, covariance = dense_outputs(fitted, x)
+    root = torch.linalg.cholesky(covariance)
+    changes = normal(40_000, len(root)) @ root.T
+    p = (f + torch.einsum("ncp,sp->snc", J, changes)).softmax(-1)
+    expected = [
+        entropy(p[:, n].mean(0).tolist()) - float(torch.special.entr(p[:, n]).sum(-1).mean())
+        for n in range(6)
+    ]
+    found = acquire(fitted, x, 2, samples=40_000)
+    assert_close(found.scores, torch.tensor(expected).double(), rtol=0.03, atol=1e-3)
+    # The controls: the entropy, which is larger by the noise of the labels, and no samples at all.
+    assert (acquire(fitted, x, 2, "entropy").scores > found.scores + 0.1).all()
+    margins = acquire(map_predictive(fitted.model), x, 6, "margin").scores
+    largest = f.softmax(-1).sort().values
+    assert_close(margins, largest[:, 1] - largest[:, 2])
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_information_of_numbers_is_a_log_determinant(outputs):
+    fitted, *_ = posterior("regression", outputs, sigma_noise=0.3)
+    x = pool()
+    f, J, _ = dense_outputs(fitted, x)
+    covariance = fitted.precision().covariance()
+    expected = [
+        0.5 * torch.logdet(torch.eye(outputs) + J[n] @ covariance @ J[n].T / 0.09) for n in range(M)
+    ]
+    found = acquire(fitted, x, 4)
+    assert_close(found.scores, torch.stack(expected))
+    # Of any predictive by its variances, which are the same for one output.
+    by_variances = acquire(calibrate(fitted, [(x, f)]), x, 4).scores
+    assert torch.allclose(by_variances, found.scores) == (outputs == 1)
+    with pytest.raises(ValueError, match="'entropy' is for class probabilities"):
+        acquire(fitted, x, 1, "entropy")
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_joint_choice_of_numbers_is_greedy_search(outputs):
+    """Among all sets by dense log determinants; twins are chosen once."""
+    fitted, *_ = posterior("regression", outputs, sigma_noise=0.3)
+    x = pool()[:8]
+    x[5] = x[2] = x[acquire(fitted, x, 1).index.item()]
+    _, J, _ = dense_outputs(fitted, x)
+    covariance = fitted.precision().covariance()
+
+    def information(chosen):
+        rows = torch.cat([J[n] for n in chosen])
+        return float(0.5 * torch.logdet(torch.eye(len(rows)) + rows @ covariance @ rows.T / 0.09))
+
+    found, greedy = acquire(fitted, x, 3, joint=True), []
+    for _ in range(3):
+        left = [n for n in range(8) if n not in greedy]
+        greedy.append(max(left, key=lambda n: information([*greedy, n])))
+    assert found.index.tolist() == greedy
+    assert_close(float(found.gain.sum()), information(greedy))
+    best = max(map(information, combinations(range(8), 3)))
+    assert (1 - 1 / math.e) * best <= information(greedy) <= best + 1e-12
+    # The control: single scores choose twins.
+    single = acquire(fitted, x, 3).index.tolist()
+    assert information(single) < information(greedy) - 1e-3
+    assert float(acquire(fitted, x, 3).gain.sum()) > information(single)
+
+
+def exact_information(p, chosen):
+    """I(y_B; θ) of S equally probable θ, by all labels."""
+    S, _, K = p.shape
+    of_labels, expected = [], 0.0
+    for labels in product(range(K), repeat=len(chosen)):
+        pairs = [*zip(chosen, labels, strict=True)]
+        each = [math.prod(float(p[s, n, c]) for n, c in pairs) for s in range(S)]
+        of_labels.append(sum(each) / S)
+        expected -= sum(q * math.log(q) for q in each) / S
+    return entropy(of_labels) - expected
+
+
+def test_joint_choice_of_labels_is_greedy_search(monkeypatch):
+    p = (3 * normal(6, 5, 3)).softmax(-1)
+    p[:, 4] = p[:, 0]
+    chosen, gains = choose_by_samples(p, 4)
+    greedy = []
+    for _ in range(4):
+        left = [n for n in range(5) if n not in greedy]
+        greedy.append(max(left, key=lambda n: exact_information(p, [*greedy, n])))
+    assert chosen == greedy
+    total = [exact_information(p, chosen[:k]) for k in range(5)]
+    assert_close(torch.stack(gains), torch.tensor(total).diff().double())
+    best = max(exact_information(p, pair) for pair in combinations(range(5), 2))
+    assert (1 - 1 / math.e) * best <= total[2] <= best + 1e-12
+    # The control: the sum of single ones is an upper bound, and far from equal.
+    assert total[4] < 0.9 * sum(exact_information(p, [n]) for n in chosen)
+    # With drawn labels nearly the same.
+    monkeypatch.setattr(acquisition, "MOST_LABELLINGS", 20)
+    draws = [choose_by_samples(p, 4, torch.Generator().manual_seed(k))[1] for k in range(200)]
+    means = torch.stack([torch.stack(gains) for gains in draws]).mean(0)
+    assert_close(means.sum(), torch.tensor(total[4]).double(), rtol=0.05, atol=0)
+    assert torch.stack([gain[3] for gain in draws]).std() > 1e-4
+
+
+def test_joint_choice_of_classes_leaves_twins_out():
+    fitted, *_ = posterior("classification", 3, 0.1)
+    x = pool()
+    best = acquire(fitted, x, 1).index.item()
+    x[M - 1] = x[best]
+    assert acquire(fitted, x, 2).index.tolist() == [best, M - 1]  # the first of equal ones first
+    joint = acquire(fitted, x, 2, joint=True, samples=500)
+    assert joint.index[0] == best and M - 1 not in joint.index
+    assert joint.gain[1] < joint.scores[M - 1]
+    # Information of a sample's own outputs, up to the error of 500 samples.
+    assert_close(joint.gain[0], joint.scores[best], rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_labelled_inputs_are_not_chosen(joint):
+    fitted, *_ = posterior("classification", 3)
+    x = pool()
+    before = acquire(fitted, x, 5, joint=joint)
+    mask = torch.zeros(M, dtype=torch.bool).index_fill(0, before.index, True)
+    for labelled in (before.index, mask, before.index.tolist(), mask.numpy()):
+        after = acquire(fitted, x, M - 5, labelled=labelled, joint=joint)
+        assert sorted([*after.index.tolist(), *before.index.tolist()]) == list(range(M))
+        assert after.scores[mask].isnan().all()
+        assert_close(after.scores[~mask], before.scores[~mask])
+    with pytest.raises(ValueError, match=f"number={M - 4}, but the pool has {M - 5} unlabelled"):
+        acquire(fitted, x, M - 4, labelled=mask, joint=joint)
+    for wrong in ([M], [-1], mask[1:]):
+        with pytest.raises(ValueError, match="must be a mask"):
+            acquire(fitted, x, 1, labelled=wrong)
+
+
+def test_pools_and_sources():
+    """In any form of a pool the same; an ensemble's score is the members' disagreement."""
+    fitted, *_ = posterior("classification", 3)
+    x = pool()
+    expected = acquire(fitted, x, 4)
+    for form in (x.numpy(), x.split(7), [(part, None) for part in x.split(7)]):
+        found = acquire(fitted, form, 4)
+        assert_close(found.scores, expected.scores)
+        assert found.index.tolist() == expected.index.tolist()
+    chosen = acquire(fitted, x, 10, "random").index
+    assert len(chosen.unique()) == 10 and chosen.tolist() != expected.index[:10].tolist()
+    twin = posterior("classification", 3)[0].model
+    ensemble = Ensemble([fitted.model, twin], "classification")
+    assert_close(acquire(ensemble, x, 1).scores, torch.zeros(M).double())
+    with torch.no_grad():
+        twin[2].weight.mul_(-1)
+    assert acquire(ensemble, x, 1).scores.max() > 0.01
+    with pytest.raises(ValueError, match="pass the posterior"):
+        acquire(ensemble, x, 2, joint=True)
+    with pytest.raises(ValueError, match="'margin' is for classes"):
+        acquire(posterior("bernoulli", 1)[0], x, 1, "margin")
+    with pytest.raises(NotImplementedError, match="supported are the likelihoods of classes"):
+        acquire(posterior("bernoulli", 1)[0], x, 1, joint=True)
+    with pytest.raises(ValueError, match="tensor or a mapping"):
+        acquire(fitted, x.split(7), 2, joint=True)
+
+
+def test_calibration_is_left_out():
+    """A calibration may find s = 0, whose predictive has no epistemic uncertainty."""
+    fitted, x, y = posterior("classification", 3)
+    expected = acquire(fitted, pool(), 4, samples=100).scores
+    predict = calibrate(fitted, [(x, y)])
+    found = acquire(predict, pool(), 4)
+    assert_close(found.scores, expected, rtol=0.3, atol=0.01)  # other samples
+    assert predict.calibration.covariance_scale != 1
+    with pytest.raises(ValueError, match="This predictive is calibrated"):
+        from marglik import laplace_predictive
+
+        acquire(laplace_predictive(fitted), pool(), 4)
+
+
+def test_positions_are_refused():
+    model = nn.Linear(2, 3).double()
+    fitted = Posterior(model, "classification")
+    fitted.fit([(normal(4, 5, 2), torch.zeros(4, 5).long())])
+    with pytest.raises(NotImplementedError, match="outputs \\(N, C\\)"):
+        acquire(fitted, normal(4, 5, 2), 1)
