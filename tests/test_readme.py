@@ -36,6 +36,10 @@ def test_measurements_are_rows_of_the_results():
         assert [number for number in sorted(quoted) if number not in flat(tables)] == [], page
         assert quoted or page != "experiments/README.md"
         rows = [row for row in text.splitlines() if re.match(r"\|.*\d\.\d", row)]
+        if page == "docs/paper.md":  # the claims, which test_paper.py compares
+            rows = [
+                row for row in rows if not re.search(r"\| (equal|deviates|missing)[^|]*\|$", row)
+            ]
         if page in ("docs/numbers.md", "docs/paper.md"):
             assert rows and set(rows) <= set(tables.splitlines()), page
 

@@ -66,12 +66,19 @@ def pointwise_convolutions():
     return [nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 2, 1, bias=False), pixels_last()]
 
 
+def graph_convolution():
+    """Nodes of a ring as positions, Ĉ X Wᵀ: neighbours are averaged before the weight."""
+    ring = sum(torch.eye(6, dtype=torch.float64).roll(shift, 0) for shift in (-1, 0, 1)) / 3
+    return [Model(lambda m, x: ring @ x), nn.Linear(4, 2, bias=False)]
+
+
 SINGLE, DEEP = 0, 2
 CASES = {
     # name: (mode that is exact, network, input shape)
     "single layer, expand setting": ("expand", lambda: linear_layers(SINGLE), (5, 3, 4)),
     "deep, expand setting": ("expand", lambda: linear_layers(DEEP), (5, 3, 4)),
     "two shared axes, expand setting": ("expand", lambda: linear_layers(DEEP), (5, 3, 2, 4)),
+    "graph convolution of one graph": ("expand", graph_convolution, (1, 6, 4)),
     "single layer, sum": ("reduce", lambda: summed(SINGLE, 1.0), (5, 3, 4)),
     "deep, mean": ("reduce", lambda: summed(DEEP, 1 / 3), (5, 3, 4)),
     "deep, scaled sum": ("reduce", lambda: summed(DEEP, -2.5), (5, 3, 4)),
@@ -114,3 +121,23 @@ def test_mode_is_exact_in_its_setting_and_the_other_is_not(case):
         difference = (other.to_dense(name) - ggn[name]).norm() / ggn[name].norm()
         # A layer with a single position, as after the pooling, is the same in both modes.
         assert difference > 0.1 if shared else difference < 1e-10
+
+
+def test_scaling_expand_by_its_positions_is_exact_where_terms_mix_equal_inputs():
+    """The scaling 1/N instead of 1/(N R), of the paper's appendix on expand."""
+    N, R = 5, 3
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 2), Model(lambda m, x: x.mean(1, True).expand_as(x))]
+    model = nn.Sequential(*layers).double()
+    x = torch.randn(N, 1, 4, dtype=torch.float64).expand(N, R, 4)
+    y = torch.zeros(N, R, 2, dtype=torch.float64)
+    factors = kronecker_factors(model, [(x, y)], "regression", kfac_approx="expand")
+    for name, block in oracles.dense_ggn_blocks(model, x, "regression").items():
+        if name.endswith("weight"):
+            assert factors.blocks[name].num_terms / factors.num_data == R
+            assert_close(R * factors.to_dense(name), block, rtol=1e-10, atol=1e-12)
+            assert (factors.to_dense(name) - block).norm() > 0.5 * block.norm()
+    # Control: with a term for each position alone, the block itself is exact.
+    alone = kronecker_factors(model[:2], [(x, y)], "regression", kfac_approx="expand")
+    for name, block in oracles.dense_ggn_blocks(model[:2], x, "regression").items():
+        assert_close(alone.to_dense(name), block, rtol=1e-10, atol=1e-12)

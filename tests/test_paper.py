@@ -1,0 +1,316 @@
+"""docs/paper.md has each claim of the paper, files that exist, and the numbers of the JSON."""
+
+import json
+import re
+import statistics
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+
+from experiments.optimizers.steps_to_target import settled_at, target_of
+from experiments.studies import mean_with_error
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "experiments/results"
+VERDICTS = ("equal", "deviates", "missing")
+ITEMS = [
+    *("Figure 1", "Proposition 1", "Figure 2", "Proposition 2", "Table 1", "Figure 3", "Figure 4"),
+    *("Table 2", "Lemma 3", "Proposition 4", "Lemma 5", "Proposition 6", "Remark 1", "Listing 1"),
+    *("Table 3", "Table 4", "Figure 5", "Table 5"),
+]
+"""All that the paper numbers, except equations, in its order."""
+
+
+@cache
+def result(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def claims():
+    """Name of a claim -> the cells of its row, in the page's order."""
+    lines = (ROOT / "docs/paper.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    found = [row for row in rows if len(row) == 6 and row[-1].startswith(VERDICTS)]
+    assert len({row[0] for row in found}) == len(found)
+    return {row[0]: row for row in found}
+
+
+def test_the_page_has_all_that_the_paper_numbers_in_its_order():
+    names = list(claims())
+    assert len(names) > 50
+    places = [next(i for i, name in enumerate(names) if name.startswith(item)) for item in ITEMS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", claims())
+def test_files_and_tests_of_a_claim_exist(name):
+    *_, where, verdict = claims()[name]
+    files = re.findall(r"`([\w./]+\.(?:py|yaml))(?:::(\w+))?`", where)
+    files += [(f"docs/{link}", "") for link in re.findall(r"\]\(([^)#]+)[^)]*\)", where)]
+    assert files or verdict.startswith("missing")
+    for file, test in files:
+        path = ROOT / file
+        assert path.exists(), file
+        assert not test or re.search(rf"^def {test}\b", path.read_text(), re.M), test
+    # A result that is not in a file has a test.
+    assert verdict.startswith("missing") or any(
+        test or file.startswith("docs/") for file, test in files
+    )
+
+
+# The numbers of the rows, from the JSON alone
+
+
+def errors(network, setting, layer, mode):
+    """Relative errors of the blocks over seeds."""
+    (layers,) = (
+        one["layers"]
+        for one in result("exactness/exactness")["errors"]
+        if (one["network"], one["setting"]) == (network, setting)
+    )
+    return layers[layer][mode]
+
+
+def median_error(*case):
+    return f"{100 * statistics.median(errors(*case)):.0f} %"
+
+
+def largest_error(*case):
+    return f"{max(errors(*case)):.0e}"
+
+
+def step(batch, mode):
+    """Seconds of a K-FAC step on the GPU."""
+    return result(f"update_step_timing_cuda/{batch}")["median_seconds"][f"marglik, {mode}"]
+
+
+def steps_to_target(study, problem, reference, method):
+    """Number of seeds that reach the target, mean steps ± error, percent of steps and of time."""
+    files = {m: f"{study}/{problem}_{m}_seeds".replace(" ", "_") for m in (reference, method)}
+    seeds = {m: result(file) for m, file in files.items()}
+    target, metric = target_of(seeds[reference]), seeds[reference]["metric"]
+    steps = {
+        m: [s for c in run["curves"] if (s := settled_at(c, metric, target)) is not None]
+        for m, run in seeds.items()
+    }
+    seconds = result(f"{study}/{problem}_{reference}_timing")["step_seconds"]
+    time = seconds.get(method, seconds[reference])["median"] / seconds[reference]["median"]
+    share = statistics.mean(steps[method]) / statistics.mean(steps[reference])
+    return (
+        f"{len(steps[method])} of {len(seeds[method]['curves'])}",
+        mean_with_error(steps[method], "{:,.0f}"),
+        f"{100 * share:.0f} %",
+        f"{100 * time * share:.0f} %",
+    )
+
+
+graph = partial(steps_to_target, "graph_network_training", "nci1", "nesterov")
+images = partial(steps_to_target, "vision_transformer_training", "cifar10", "nadamw")
+every_step = partial(
+    steps_to_target, "vision_transformer_every_step", "cifar10_every_step", "nadamw"
+)
+
+
+def chosen(name):
+    """Learning rate and damping of a method's seeds, as the page shows them."""
+    candidate = result(f"{name}_seeds")["curves"][0]["candidate"]
+    return f"{candidate['lr']:.3g} and {candidate['damping']:.3g}"
+
+
+@cache
+def scaled(approach, data):
+    """The runs of table 2 at the small size, "plain" or "augmented"."""
+    return [result(f"table2/scaled/{approach}_{data}_seed{seed}") for seed in range(3)]
+
+
+def all_scaled(approach):
+    return [*scaled(approach, "plain"), *scaled(approach, "augmented")]
+
+
+def of_table2(metric, data, factor=1.0):
+    """Mean of a metric of the MAP over seeds for expand and for reduce."""
+    return [
+        factor * statistics.mean(run["metrics"]["MAP"][metric] for run in scaled(approach, data))
+        for approach in ("expand", "reduce")
+    ]
+
+
+def update(approach):
+    """Mean seconds of an update of all data."""
+    return statistics.mean(run["seconds_per_update"]["all"] for run in all_scaled(approach))
+
+
+def training(approach):
+    """Mean seconds of 30 epochs with an update after every fifth."""
+    epoch = statistics.mean(run["seconds_per_epoch"] for run in all_scaled(approach))
+    return 30 * epoch + 6 * update(approach)
+
+
+def vit_steps(mode):
+    """Seconds of a K-FAC step at 32 and at 128 images."""
+    sizes = result("transformer_timing/vit_cuda")["sizes"]
+    assert [size["N"] for size in sizes] == [32, 128]
+    return [size["median_seconds"][f"K-FAC step, {mode}"] for size in sizes]
+
+
+def at_256(mode):
+    """Seconds on the straight line through both sizes."""
+    small, large = vit_steps(mode)
+    return large + (large - small) / (128 - 32) * (256 - 128)
+
+
+BATCHES = (128, 256, 512, 1024, 2048)
+CPU, GPU = "bench_curvature_cpu/batch_128", "bench_curvature_cuda/update_50000"
+LINEAR, POOLED = "deep linear network", "convolution, average pooling, linear layer"
+ATTENTION = "linear self-attention, N = "
+
+
+@cache
+def numbers():
+    """Beginning of a claim -> texts that our cell of its row has."""
+    layers = [f"layer {i}" for i in (1, 2, 3)]
+    worst = {
+        mode: max(error for layer in layers for error in errors(LINEAR, mode, layer, mode))
+        for mode in ("expand", "reduce")
+    }
+    of_pass, peak = result(CPU)["times_the_limit"], result(CPU)["peak_mebibytes"]
+    seconds = result(GPU)["median_seconds"]
+    ratio = {
+        prefix: 100 * seconds[f"{prefix}, reduce"] / seconds[f"{prefix}, expand"]
+        for prefix in ("ours", "ours, TF32, channels_last")
+    }
+    gpt = [
+        s["reduce_over_expand"]["factors"] for s in result("transformer_timing/gpt_cuda")["sizes"]
+    ]
+    vit = [e / r for e, r in zip(vit_steps("expand"), vit_steps("reduce"), strict=True)]
+    full = result("table2/full/reduce_augmented_seed0")["metrics"]
+    nll, augmented = of_table2("nll", "plain"), of_table2("nll", "augmented")
+    accuracy = of_table2("accuracy", "plain", 100), of_table2("accuracy", "augmented", 100)
+    e, r = graph("expand"), graph("reduce")
+    c, E, R = graph("nesterov short"), images("expand"), images("reduce")
+    last, first = ("block 2, query", "block 1, query")
+    return {
+        "Figure 1": [f"{worst['expand']:.0e}", median_error(LINEAR, "expand", layers[0], "reduce")],
+        "Figure 2": [f"{worst['reduce']:.0e}", median_error(LINEAR, "reduce", layers[0], "expand")],
+        "Section 3.3: for convolutions": [
+            largest_error(POOLED, "reduce", "convolution", "reduce"),
+            median_error(POOLED, "reduce", "convolution", "expand"),
+        ],
+        "Section 3.3: reduce needs fewer": [
+            f"{of_pass[f'ours, {mode}, mc']:.2f} times" for mode in ("expand", "reduce")
+        ],
+        "Section 3.3: reduce needs less memory": [
+            f"{peak[f'ours alone, {mode}, exact']:.0f} MiB with {mode}"
+            for mode in ("expand", "reduce")
+        ],
+        "Table 1, expand": [" / ".join(f"{step(b, 'expand'):.2f}" for b in BATCHES)],
+        "Table 1, reduce": [" / ".join(f"{step(b, 'reduce'):.2f}" for b in BATCHES)],
+        "Section 4.1: the gain": [
+            f"{100 * step(b, 'reduce') / step(b, 'expand'):.0f} % at {b:,}" for b in (128, 1024)
+        ],
+        "Section 4.1: reduce at 2,048": [
+            f"{step(2048, 'reduce'):.2f} s and {step(1024, 'expand'):.2f} s"
+        ],
+        "Section 4.1: the same on a GPU": [f"{100 * min(gpt):.0f} % to {100 * max(gpt):.0f} %"],
+        "Figure 3, expand": [f"{e[2]} ({e[1]}), reached by {e[0]}"],
+        "Figure 3, reduce": [f"{r[2]} ({r[1]}), reached by {r[0]}"],
+        "Figure 3: time": [f"{e[3]} and {r[3]}"],
+        "Section 4.2: runs with reduce": [f"± {e[1].split()[-1]} and ± {r[1].split()[-1]}"],
+        "Section 4: the control of figure 3": [f"{c[2]} ({c[1]}), reached by {c[0]}"],
+        "Figure 4, expand": [f"{E[2]} ({E[1]}), reached by {E[0]}"],
+        "Figure 4, reduce": [f"{R[2]} ({R[1]}), reached by {R[0]}"],
+        "Figure 4: time": [f"{E[3]} and {R[3]}"],
+        "Section 4.3": [f"{vit[0]:.2f} times at 32 images, {vit[1]:.2f} times at 128"],
+        "Table 2: expand has": [
+            f"{nll[0]:.3f} and {nll[1]:.3f}",
+            f"augmented {augmented[0]:.3f} and {augmented[1]:.3f}",
+        ],
+        "Table 2: expand is more accurate": [
+            f"{name}{both[0]:.2f} % and {both[1]:.2f} %"
+            for name, both in zip(("", "augmented "), accuracy, strict=True)
+        ],
+        "Table 2: augmentation": [
+            f"by {augmented[0] - nll[0]:.3f} and {augmented[1] - nll[1]:.3f}"
+        ],
+        "Table 2, reduce with augmentation at full size: NLL": [
+            f"MAP {full['MAP']['nll']:.3f}; calibrated Laplace {full['Laplace, mc']['nll']:.3f}"
+        ],
+        "Table 2, reduce with augmentation at full size: accuracy": [
+            f"{100 * full['MAP']['accuracy']:.2f} %"
+        ],
+        "Table 2: an update": [
+            f"{100 * update('reduce') / update('expand'):.0f} % (CPU)",
+            f"{ratio['ours']:.0f} % (float32)",
+            f"{ratio['ours, TF32, channels_last']:.0f} % (TF32)",
+        ],
+        "Appendix B.2: a weighted sum": [
+            median_error("two zero-padded convolutions", "reduce", "convolution 1", "reduce")
+        ],
+        "Appendix B.3: linear self-attention": [
+            f"{largest_error(f'{ATTENTION}1', mode, last, mode)} ({mode})"
+            for mode in ("expand", "reduce")
+        ],
+        "Appendix B.3: it is not exact for several": [
+            f"{median_error(f'{ATTENTION}8', mode, last, mode)} ({mode})"
+            for mode in ("expand", "reduce")
+        ],
+        "Appendix B.3: it is not exact for W^K": [
+            "{} and {} ({})".format(
+                *(
+                    median_error(f"{ATTENTION}1", mode, f"block 2, {layer}", mode)
+                    for layer in ("key", "value")
+                ),
+                mode,
+            )
+            for mode in ("expand", "reduce")
+        ],
+        "Appendix B.3: it is not exact for W^Q": [
+            f"{median_error(f'{ATTENTION}1', mode, first, mode)} ({mode})"
+            for mode in ("expand", "reduce")
+        ],
+        "Appendix C.3: learning rate": [chosen("graph_network_training/nci1_expand")],
+        "Appendix C.3: the same": [chosen("graph_network_training/nci1_reduce")],
+        "Appendix C.4": [
+            chosen("vision_transformer_training/cifar10_expand"),
+            chosen("vision_transformer_training/cifar10_reduce"),
+        ],
+        "Appendix C.5: a training": [f"{100 * training('reduce') / training('expand'):.0f} %"],
+        "Table 5": [
+            "{:.2f} and {:.2f} in float32".format(
+                *(seconds[f"ours, {m}"] for m in ("expand", "reduce"))
+            ),
+            "{:.2f} and {:.2f} in TF32".format(
+                *(seconds[f"ours, TF32, channels_last, {m}"] for m in ("expand", "reduce"))
+            ),
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", numbers())
+def test_numbers_of_a_claim_are_those_of_the_json(name):
+    (row,) = (row for claim, row in claims().items() if claim.startswith(name))
+    for text in numbers()[name]:
+        assert text in row[2], (text, row[2])
+
+
+def test_each_measured_number_of_a_claim_is_compared():
+    """A row with a JSON file or a table is in `numbers`, so that none is quoted by hand alone."""
+    measured = [name for name, row in claims().items() if "results/" in row[4]]
+    beginnings = tuple(numbers())
+    by_hand = ["Section 5", "Table 3"]  # no number of ours
+    assert [n for n in measured if not n.startswith((*beginnings, *by_hand))] == []
+
+
+def test_numbers_of_the_reasons_are_those_of_the_json():
+    text = " ".join((ROOT / "docs/paper.md").read_text().split())
+    limit = result(CPU)["times_the_limit"]
+    share = update("reduce") / update("expand"), training("reduce") / training("expand")
+    for sentence in (
+        f"gives a ratio of {at_256('expand') / at_256('reduce'):.2f} at 256 images",
+        f"Our expand takes {limit['ours, expand, exact']:.2f} times the time of the passes alone, "
+        f"and our reduce {limit['ours, reduce, exact']:.2f} times",
+        f"takes {limit['asdl, expand, exact']:.2f} times the limit",
+        f"{100 * share[0]:.0f} % for an update become {100 * share[1]:.0f} % for a training",
+    ):
+        assert sentence in text, sentence
