@@ -126,7 +126,8 @@ class Whole(nn.Module):
     def __init__(self, case: Training):
         super().__init__()
         self.net = case.network()
-        self.stem = nn.Linear(FEATURES, FEATURES) if case.stem else nn.Identity()
+        bias = not case.norm  # as of the network's first layer
+        self.stem = nn.Linear(FEATURES, FEATURES, bias) if case.stem else nn.Identity()
 
 
 class Batches:
@@ -206,7 +207,7 @@ def in_lightning(case: Training) -> tuple[Any, Any]:
 
     options: Any = {"max_epochs": EPOCHS, "precision": case.precision}
     if case.by_steps:
-        options = {"max_epochs": -1, "max_steps": EPOCHS * case.steps}
+        options |= {"max_epochs": -1, "max_steps": EPOCHS * case.steps}
     if case.limit is not None:
         options["overfit_batches" if case.overfits else "limit_train_batches"] = case.limit
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
