@@ -61,7 +61,7 @@ class LossCheck:
 
         Raises:
             NotImplementedError: a likelihood whose curvature depends on the targets.
-            ValueError: outputs that do not fit the likelihood.
+            ValueError: outputs that do not fit the likelihood, or whose classes are second.
         """
         likelihood = self._task.likelihood
         if likelihood.needs_targets:
@@ -79,11 +79,35 @@ class LossCheck:
             self._task.check(f.detach(), y)
             self._checked_shape = f.shape[1:]
         if not self._is_compared:
+            if likelihood.kind == "classes":
+                check_axis(f, g)
             why = why_not(f, g, likelihood, self.mean_over == "examples")
             self._is_compared = why is not None
             if why:
                 warnings.warn(why, stacklevel=3)
         return y
+
+
+def check_axis(f: Tensor, g: Tensor) -> None:
+    """Raise a ValueError if the loss takes the second axis of the outputs for the classes.
+
+    The gradient of a cross-entropy sums to zero over the classes, whatever the labels are.
+
+    Args:
+        f: outputs (N, ..., C).
+        g: the loss's gradient there.
+    """
+    g = at_least_float32(g.detach())
+    size = float(g.abs().sum())
+    if f.dim() < 3 or f.dtype not in TOLERANCES or not size:
+        return
+    of_last, of_second = (float(g.sum(axis).abs().sum()) / size for axis in (-1, 1))
+    if of_last > 0.1 and of_second < 0.01:
+        raise ValueError(
+            f"An example has outputs {tuple(f.shape[1:])}, and the loss's gradient shows that "
+            "their classes are second; they must be last. Return f.movedim(1, -1), and compute the "
+            "loss of its f.movedim(-1, 1)."
+        )
 
 
 def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> str | None:

@@ -32,7 +32,7 @@ from kfac_backend.likelihoods import IGNORED
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
-from kfac_backend.sharding import gathered_state, local_part
+from kfac_backend.sharding import gathered_state, local_part, local_parts
 from marglik import Posterior, PriorLearner, map_predictive, predict_all
 from marglik.training.average import renew_batch_norm
 from tests.kfac_backend.layer_cases import case
@@ -160,6 +160,22 @@ def test_ranks_load_the_same_state_and_each_its_own_part(worlds, tmp_path, files
                 assert errors[rank] in of_rank[name]
 
 
+def test_finish_keeps_weights_that_were_restored(worlds):
+    """Of a sharded model, also where they are the part of one rank; as in one process."""
+    use = "tests.kfac_backend.test_sharding:of_restored_weights"
+    (alone,) = worlds.all(1, use)
+    of_ranks = worlds.all(2, use)
+    for name in ("restored", "one rank's part"):
+        for numbers in (alone, *of_ranks):
+            assert numbers[f"{name}, averaged"] == 0 and numbers[f"{name}, keeps"] == 1
+    for of_rank in of_ranks:
+        shared = {n: t for n, t in of_rank.items() if not n.startswith("one rank")}
+        assert_equal(shared, {n: alone[n] for n in shared})
+        # The other rank's part has not changed, and the control takes the average.
+        assert of_rank["restored, is the last"] == 0 and of_rank["none, averaged"] == 1
+    assert [float(r["one rank's part, is the last"]) for r in of_ranks] == [0, 1]
+
+
 def test_kfac_with_momentum_trains_a_partly_sharded_model(worlds):
     use = "tests.kfac_backend.test_sharding:of_partly_sharded_kfac"
     (alone,) = worlds.all(1, use)
@@ -200,6 +216,7 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
             ["classes second", "in training", "in predictions"],
             "ValueError: An example has outputs (8, 8, 8), whose classes may be second or last",
         ),
+        "in steps of K-FAC": "gradient shows that their classes are second; they must be last",
         "the group has ended": "RuntimeError: The process group of the ranks that share the model",
     }.items(),
 )
@@ -788,6 +805,43 @@ def part_of_training(
     return state | {"decays": learner.weight_decays()}
 
 
+def of_restored_weights() -> dict[str, Any]:
+    """Weights that a loop restores after its last step, all of them or one rank's part alone."""
+    results: dict[str, Any] = {}
+    for name in ("restored", "one rank's part", "none"):
+        model, (x, y), ranks = shard(made("cnn")), whole_data("cnn", 8), Ranks()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        parts = [torch.arange(first + ranks.rank, first + 4, ranks.size) for first in (0, 4)]
+        loader = [(x[part], y[part]) for part in parts]
+        learner = PriorLearner("classification", kfac_approx="reduce", curvature_from="pass")
+        learner.start(model, optimizer, loader, 3)
+        best: list[Tensor] = []
+        for epoch in range(3):
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+            if epoch == 1:
+                best = [part.clone() for part in local_parts(model.parameters())]
+        last = [part.clone() for part in local_parts(model.parameters())]
+        with torch.no_grad():
+            for part, value in zip(local_parts(model.parameters()), best, strict=True):
+                if name == "restored" or (name != "none" and ranks.rank == 0):
+                    part.copy_(value)
+        present = [part.clone() for part in local_parts(model.parameters())]
+        averaged = learner.finish()["averaged"]
+        now = [part.clone() for part in local_parts(model.parameters())]
+        results[f"{name}, averaged"] = torch.tensor(averaged)
+        keeps = all(torch.equal(a, b) for a, b in zip(present, now, strict=True))
+        results[f"{name}, keeps"] = torch.tensor(float(keeps))
+        is_last = all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
+        results[f"{name}, is the last"] = torch.tensor(float(is_last))
+        if name != "one rank's part":  # of which one process has no part
+            results |= {f"{name}, {n}": p for n, p in gathered_state(parts_of(model)).items()}
+            results[f"{name}, decays"] = learner.weight_decays()
+    return results
+
+
 def of_loaded_states(folder: str, files: list[str | None], is_sharded: bool) -> dict[str, Any]:
     """Parameters after the last of four steps, from states of the third; or the error instead.
 
@@ -934,6 +988,7 @@ def refused() -> dict[str, str]:
         "in predictions": lambda: predict_all(
             map_predictive(segments, "classification"), [of_pixels]
         ),
+        "in steps of K-FAC": lambda: step_of_kfac(shard(nn.Conv2d(3, 8, 1).double()), *of_pixels),
         "the group has ended": lambda: without_group(passes(model, [(x, y)])),
         "derivatives": lambda: factor_gradients(
             posterior.fitted_factors(), model, [], [y.double()], {}
@@ -947,6 +1002,12 @@ def refused() -> dict[str, str]:
         "one rank alone": lambda: decompose((posterior.fitted_factors() * 1).blocks.values()),
     }
     return {name: error_of(use) for name, use in uses.items()}
+
+
+def step_of_kfac(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    optimizer = KFAC(model, "classification", lr=0.1, mean_over="terms")
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
 
 
 def everything() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kfac_backend.optimizer import KFAC, loss_check
+from kfac_backend.optimizer import KFAC, KfacPreconditioner, loss_check
 from tests.kfac_backend.block_checks import randomize
 from tests.random_numbers import normal
 
@@ -130,3 +130,27 @@ def test_outputs_of_zero_tell_nothing_and_one_batch_that_does_is_enough(name, mo
     found = messages(randomize(nn.Linear(3, C), 0.0), (N, 3), likelihood, loss, 9, enlarge_at=4)
     assert compared[:-1] == [None] * 4 and len(compared) == 5
     assert found == ([] if words is None else compared[-1:])
+
+
+@pytest.mark.parametrize("width", [4, 5], ids=["as many classes as columns", "more columns"])
+@pytest.mark.parametrize("fisher", ["mc", "exact", "empirical"])
+def test_classes_on_the_second_axis_are_refused(fisher, width):
+    """The loss's gradient shows them, also where both axes have equal sizes."""
+    model, y = randomize(nn.Conv2d(2, C, 1)), torch.arange(6 * 4 * width).view(6, 4, width) % C
+    x = normal(6, 2, 4, width)
+    for is_last in (True, False):
+        layer = nn.Sequential(model, Last()) if is_last else model
+        preconditioner = KfacPreconditioner(layer, "classification", fisher=fisher)
+        f = layer(x)
+        loss = F.cross_entropy(f.movedim(-1, 1) if is_last else f, y, label_smoothing=0.1)
+        if is_last:  # the negative control
+            loss.backward()
+        else:
+            with pytest.raises(ValueError, match=rf"\(4, 4, {width}\).*classes are second; they"):
+                loss.backward()
+        preconditioner.detach()
+
+
+class Last(nn.Module):
+    def forward(self, f):
+        return f.movedim(1, -1)
