@@ -138,7 +138,7 @@ class StepHooks:
         """Add the prior's gradient, if the step will be made."""
         check, self.loss_check = self.loss_check, None
         if check is not None:
-            check.compare()
+            self.problem.count_batches_of_step(check.compare())
         if not _is_skipped(optimizer):
             scale = getattr(optimizer, "grad_scale", None)
             algorithm.penalty(self.problem, self.state, 1.0 if scale is None else scale, part)

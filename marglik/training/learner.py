@@ -138,8 +138,9 @@ class PriorLearner:
         self.problem, self._saved = problem, None
         self._averages = True
         if hooks != "none":
-            compares = loss is None and not saved
-            check = LossCheck(model, self.likelihood, options) if compares else None
+            compares, check = loss is None and not saved, None
+            if compares or problem.has_rounds:
+                check = LossCheck(model, self.likelihood, options, only_counts=not compares)
             self._hooks = StepHooks(problem, self.state, optimizers, check)
 
     @property

@@ -40,10 +40,18 @@ class LossCheck:
         model: the network.
         likelihood: says ℓ.
         options: say what the loss is a mean over, and its scale.
+        only_counts: whether only the batches of the first step are counted.
     """
 
-    def __init__(self, model: nn.Module, likelihood: Likelihood, options: "LearnerOptions") -> None:
-        self.likelihood, self.options = likelihood, options
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        options: "LearnerOptions",
+        *,
+        only_counts: bool = False,
+    ) -> None:
+        self.likelihood, self.options, self._only_counts = likelihood, options, only_counts
         self.targets: Tensor | None = None
         """Of the next batch, for likelihoods that take them."""
         self.scale: float | None = None
@@ -66,13 +74,19 @@ class LossCheck:
         if self._first is None:
             self._first = f, gradient.detach().clone(), y
 
-    def compare(self) -> None:
-        """Warn if the loss of the first step, which follows now, differs; remove the hook."""
+    def compare(self) -> int:
+        """Warn if the loss of the first step, which follows now, differs; remove the hook.
+
+        Returns:
+            The number of batches whose gradients the step accumulates.
+        """
         self.handle.remove()
         numbers = [number for number, _ in self._gradients]
         has_joint_loss = any(i < j <= latest for i, latest in self._gradients for j in numbers)
         if self._first is None or has_joint_loss:
-            return
+            return 1
+        if self._only_counts:
+            return len(numbers)
         f, gradient, y = self._first
         if y is None or (self.likelihood.has_labels and y.dim() > 1):  # which may be shifted
             y = _shown_targets(gradient, self.likelihood)
@@ -82,6 +96,7 @@ class LossCheck:
             warn_of_another_gradient(
                 gradient, f, y, self.likelihood, self.options, may_be_scaled=is_scaled
             )
+        return len(numbers)
 
 
 def _shown_targets(gradient: Tensor, likelihood: Likelihood) -> Tensor | None:

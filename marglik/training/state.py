@@ -433,6 +433,19 @@ class Problem:
             self.terms_per_example = number
         return first
 
+    def count_batches_of_step(self, number: int) -> None:
+        """Make rounds of a stream shorter where each step accumulates this number of batches.
+
+        A trainer's loader says the number from the start.
+        """
+        if not self.has_rounds or hasattr(self.loader, "batches_per_step"):
+            return
+        assert self.steps_per_epoch
+        step_size = number * self.examples_per_epoch // self.steps_per_epoch
+        self.steps_per_epoch = math.ceil(min(self.num_data, FEWEST / SHARE) / step_size)
+        self.examples_per_epoch = self.steps_per_epoch * step_size
+        vars(self).pop("averages", None)  # which depends on the number of steps
+
     def identity(self, hyperparameters: Hyperparameters) -> dict[str, Any]:
         """What must agree for a state to be continued; the number of epochs may change."""
         options, hyper = self.options, hyperparameters
@@ -448,7 +461,8 @@ class Problem:
             "curvature_from": options.curvature_from,
             "hessian_structure": options.hessian_structure,
             "num_data": self.num_data,
-            "steps_per_epoch": self.steps_per_epoch,
+            # Rounds of a stream are counted after the start.
+            "steps_per_epoch": None if self.has_rounds else self.steps_per_epoch,
             "optimisers": [part.names for part in self.parts],
             "held-out labels": self.learns_label_noise and self.held_out is not None,
             "held-out labels correct decays": self.corrects_decays,

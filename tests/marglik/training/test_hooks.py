@@ -666,6 +666,34 @@ def test_updates_of_a_stream_follow_rounds_of_steps(monkeypatch):
     assert updates == [3, 6, 9, 12]  # rounds of ten examples
 
 
+def test_rounds_of_a_stream_count_all_batches_of_a_step():
+    """Also of a training that resumes within a round, which goes on to the bit."""
+    data, ends = DataLoader(Stream(), 4), []
+    batches = list(data)
+    for parts in ([range(36)], [range(10), range(10, 36)]):
+        model, updates, states = network(), [], None
+        for steps in parts:
+            optimizer, prior = sgd(model), PriorLearner("classification", rest=None, updates=4)
+            if states is not None:
+                optimizer.load_state_dict(states[0])
+                prior.load_state_dict(states[1])
+            prior.start(model, optimizer, data)
+            for step in steps:
+                for number in (2 * step, 2 * step + 1):
+                    x, y = batches[number % len(batches)]
+                    (cross_entropy(model(x), y) / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                updates += [step + 1] if len(prior.evidences) > len(updates) else []
+            states = deepcopy((optimizer.state_dict(), prior.state_dict()))
+        # The rounds of the test above have eight steps, of as many examples.
+        assert updates == [4, 8, 12, 16, 24, 32] and prior.problem.examples_per_epoch == 32
+        prior.finish()
+        ends.append((weights(model), prior.evidences, prior.weight_decays()))
+    (whole, *learned), (resumed, *again) = ends
+    assert same(resumed, whole) and again[0] == learned[0] and torch.equal(again[1], learned[1])
+
+
 def test_decays_are_replayed_by_networks_of_one_architecture():
     model, prior = network(), PriorLearner("classification")
     learn(model, sgd(model), prior, loader(), 2)
