@@ -1,9 +1,10 @@
 """What a loader is: its examples, its generators, another iterator over it, and a rank's shard."""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -35,8 +36,14 @@ class EpochBatches:
     batches_per_step: int = 1
 
     def __iter__(self) -> Iterator[Any]:
-        batches = islice(own_iteration(self.get_loader()), self.limit)
-        return (self.function(batch, number) for number, batch in enumerate(batches))
+        loader = self.get_loader()
+        with _same_order(loader):
+            batches = islice(own_iteration(loader), self.limit)
+            with torch.random.fork_rng([]):  # a sampler without a generator draws its order here
+                torch.default_generator.manual_seed(0)
+                first = [*islice(batches, 1)]
+            for number, batch in enumerate(chain(first, batches)):
+                yield self.function(batch, number)
 
     def __len__(self) -> int:
         number: int = len(self.get_loader())  # pyright: ignore[reportArgumentType]
@@ -44,7 +51,36 @@ class EpochBatches:
 
 
 def _loader_of(loader: Any) -> Any:
-    return loader.get_loader() if isinstance(loader, EpochBatches) else loader
+    """The user's or the trainer's own loader."""
+    while hasattr(loader, "get_loader"):
+        loader = loader.get_loader()
+    return loader
+
+
+@contextmanager
+def _same_order(loader: Any) -> Iterator[None]:
+    """A context in which a loader begins in the same order each time; afterwards it goes on.
+
+    The statistics of BatchNorm depend on the batches. So they are equal after a resume, and the
+    trainer's next epochs have the order that they have without passes.
+    """
+    loader = _loader_of(loader)
+    states = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    names = ("iteration", "end_of_dataloader", "remainder")  # of accelerate's loaders
+    position = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    counts_epochs = len(position) == len(names)
+    for generator, _ in states:
+        generator.manual_seed(0)
+    if counts_epochs:  # and shuffle by this number
+        loader.set_epoch(0)
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        if counts_epochs:
+            loader.set_epoch(position["iteration"])
+            vars(loader).update(position)
 
 
 def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> int:  # noqa: B008
@@ -101,11 +137,16 @@ def steps_in_epoch(loader: Loader, steps: int | None) -> int | None:
 
 
 def own_iteration(loader: Loader) -> Loader:
-    """The loader, with an iterator of its own where one with persistent workers has but one."""
-    if not getattr(loader, "persistent_workers", False):
+    """The loader, or a copy of it if it stores its iterator.
+
+    A DataLoader with persistent workers stores its only iterator. The ``state_dict()`` of a loader
+    returns the position of its latest iterator, which must be the training's.
+    """
+    if not (getattr(loader, "persistent_workers", False) or hasattr(loader, "state_dict")):
         return loader
     loader = copy(loader)
-    loader._iterator = None  # pyright: ignore
+    if hasattr(loader, "_iterator"):
+        loader._iterator = None  # pyright: ignore
     return loader
 
 

@@ -260,6 +260,7 @@ class MarginalLikelihood(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Update the prior if an update is due, and log."""
+        self._start(trainer, pl_module)  # resumed after the epoch's last batch
         is_averaged = bool(self._other)
         if is_averaged:
             self._exchange()

@@ -215,7 +215,7 @@ def _is_of_examples(loader: Loader) -> bool:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     origins = (type(loader).__iter__.__module__, type(loader.batch_sampler).__module__)
-    return all(origin.split(".")[0] in ("torch", "accelerate") for origin in origins)
+    return all(origin.split(".")[0] in ("torch", "torchdata", "accelerate") for origin in origins)
 
 
 def _with_batches(
@@ -251,6 +251,10 @@ class _Some:
 
     def __init__(self, loader: Loader, numbers: set[int]) -> None:
         self._loader, self._numbers = loader, numbers
+
+    def get_loader(self) -> Loader:
+        """The loader that is read."""
+        return self._loader
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -313,6 +313,102 @@ def test_resumes_from_a_checkpoint_of_a_step(kind, step, tmp_path):
         assert torch.equal(p, q)
 
 
+class Resumable:
+    """Batches whose state is the position of the latest iterator.
+
+    As torchdata's StatefulDataLoader without a shuffle.
+    """
+
+    def __init__(self):
+        self.latest, self.start = None, 0
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        self.latest, self.start = Position(self.start), 0
+        return self.latest
+
+    def state_dict(self):
+        return {"position": self.latest.position}
+
+    def load_state_dict(self, state):
+        self.start = state["position"] % len(self)
+
+
+class Position:
+    def __init__(self, position):
+        self.batches, self.position = [*loader()], position
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position == len(self.batches):
+            raise StopIteration
+        self.position += 1
+        return self.batches[self.position - 1]
+
+
+class WithNorm(Classifier):
+    def __init__(self, kind="sgd"):
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(6))
+        self.kind = kind
+        self.automatic_optimization = kind != "manual"
+
+    def training_step(self, batch, index):
+        for _ in range(2 if self.kind == "manual" else 0):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            self.optimizers().step()
+        return None if self.kind == "manual" else super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.log("loss", F.cross_entropy(self.net(batch[0]), (batch[1] + 1) % 3))
+
+    def configure_optimizers(self):
+        if self.kind == "adam":
+            return torch.optim.Adam(self.net.parameters(), 0.02)
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "saves"),
+    [
+        ("sgd", {}, {"every_n_train_steps": 1}),
+        ("adam", {"accumulate_grad_batches": 2}, {"every_n_train_steps": 1}),
+        ("sgd", {"val_check_interval": 3}, {"every_n_train_steps": 1}),
+        ("sgd", {"val_check_interval": 3}, {"save_on_train_epoch_end": False}),
+        ("manual", {}, {"every_n_train_steps": 3}),
+    ],
+)
+def test_a_training_resumes_to_the_bit_in_the_middle_of_an_epoch(kind, options, saves, tmp_path):
+    """From each checkpoint, as Lightning itself does with a loader that resumes, too."""
+
+    def end(folder, has_prior, path=None):
+        prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+        saver = ModelCheckpoint(folder, "{step}", monitor="loss" if "save" in [*saves][0] else None,
+                                save_top_k=-1, **saves)  # fmt: skip
+        module = WithNorm(kind)
+        validates = {} if options.get("val_check_interval") else {"limit_val_batches": 0}
+        run = trainer(prior if has_prior else L.Callback(), 3, saver, **options, **validates)
+        run.fit(module, Resumable(), loader(), ckpt_path=path, **SAFELY)
+        state = module.net.state_dict()
+        if has_prior:
+            state |= {"decays": prior.learner.weight_decays()}
+            state |= {"evidences": torch.tensor(prior.learner.evidences)}
+        return state
+
+    for has_prior in (False, True):
+        folder = tmp_path / str(has_prior)
+        whole = end(folder, has_prior)
+        files = sorted(folder.iterdir())
+        assert len(files) > 2
+        for file in files:
+            assert_close(end(tmp_path / "again", has_prior, file), whole, rtol=0, atol=0)
+
+
 class Validates(Classifier):
     """With the loss of the validation data, which are other labels of the training's."""
 

@@ -137,6 +137,28 @@ def test_resumes_from_a_checkpoint_of_a_step(step, tmp_path):
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}]
+)
+def test_resumes_with_a_shuffle_and_batch_norm(options, tmp_path):
+    """In the middle of any epoch, and after the last step: its statistics depend on the batches."""
+    ends, of_epoch = [], 2 if options else 4
+    steps = (of_epoch - 1, 3 * of_epoch - 1, 3 * of_epoch)
+    for checkpoint in (None, *(str(tmp_path / f"checkpoint-{step}") for step in steps)):
+        model = Classifier()
+        model.net.insert(1, nn.BatchNorm1d(6))
+        evaluated = [{"x": x, "labels": y} for x, y in dataset()]
+        run = trainer(
+            tmp_path, model, 3, evaluated, kind=transformers.Trainer, save_strategy="steps",
+            save_steps=1, **options,
+        )  # fmt: skip
+        prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+        run.train(resume_from_checkpoint=checkpoint)
+        ends.append((model.state_dict(), prior.learner.evidences, prior.learner.weight_decays()))
+    for end in ends[1:]:
+        assert_close(end, ends[0], rtol=0, atol=0)
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Once, or without an end."""
 
