@@ -181,7 +181,7 @@ class CurvaturePass:
         sums = driver.finish(by_owners=True)
         if not sums.num_data:
             raise ValueError(
-                "The data is empty: no batch was added since the pass began, or since the last "
+                "The data is empty: no batch was added since the start or since the last call of "
                 "factors()."
             )
         blocks = assemble_blocks(driver.model, sums)

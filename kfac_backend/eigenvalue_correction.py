@@ -75,7 +75,7 @@ def corrected_factors(
         if of_correction[name] != of_factors[name]:
             raise ValueError(
                 f"The factors were computed with {name}={of_factors[name]!r}, but the correction "
-                f"is to use {name}={of_correction[name]!r}; take the same for both."
+                f"has {name}={of_correction[name]!r}. Pass the same value for both."
             )
     driver = Driver(
         model,
@@ -102,10 +102,10 @@ def corrected_factors(
     ):
         if number != expected:
             raise ValueError(
-                f"The pass for the eigenvalues saw {number} {unit}, the factors are of {expected}. "
-                "Pass the same data, in an iterable that can be read twice (not a generator). "
-                "Correct factors before you multiply them by a weight, and correct a sum of "
-                "factors over all its data."
+                f"The pass for the eigenvalues read {number} {unit}, but the factors are computed "
+                f"from {expected}. Pass the same data, in an iterable that can be read twice (not "
+                "a generator). Correct factors before you multiply them by a weight, and correct "
+                "a sum of factors with all its data."
             )
     # The eigenvectors stay those of B ⊗ A, the eigenvalues become the sums of squares.
     corrected = dict(factors.blocks)

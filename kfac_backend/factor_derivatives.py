@@ -115,8 +115,9 @@ class FactorDerivatives:
     ) -> None:
         if not all(tensor.is_leaf and tensor.is_floating_point() for tensor in tensors):
             raise ValueError(
-                "The gradient is asked for in a tensor that is computed from others, or of "
-                "integers; pass the leaves from which the model computes its layers' inputs."
+                "The gradient is requested for a tensor that was computed from others, or that "
+                "contains integers. Pass the leaf tensors from which the model computes its "
+                "layers' inputs."
             )
         numbers = list(map(id, factors.likelihood.parameters.values()))
         if not all(id(tensor) in numbers for tensor in tensors):
@@ -194,9 +195,9 @@ class PairedRows(FactorSums):
                 is_one_use = of_slot.setdefault((name, slot), rule.B[local]) is rule.B[local]
                 if not is_one_use or (G is not None and G.A is not None and terms is None):
                     raise NotImplementedError(
-                        f"Parameter '{name}' is used in different ways, and its block, the nearest "
-                        "product of both, cannot be differentiated. Use separate tensors, or "
-                        "freeze it (requires_grad_(False))."
+                        f"Parameter '{name}' is used in different ways. Its block is the nearest "
+                        "product of both uses, which cannot be differentiated. Use separate "
+                        "tensors, or freeze it (requires_grad_(False))."
                     )
                 if G is None:
                     continue
@@ -234,8 +235,8 @@ class PairedRows(FactorSums):
         self._scalars.clear()
         if not value.requires_grad:
             raise ValueError(
-                "The model's outputs do not depend on the tensors in which the gradient is asked "
-                "for. Compute the layers' inputs from them in the model's forward."
+                "The model's outputs do not depend on the tensors for which the gradient is "
+                "requested. Compute the layers' inputs from these tensors in the model's forward."
             )
         try:
             gradients = torch.autograd.grad(value, self._tensors, allow_unused=True)
@@ -243,8 +244,8 @@ class PairedRows(FactorSums):
             if "inplace" not in str(error):
                 raise
             raise NotImplementedError(
-                "The derivative of the factors needs an activation that the model has changed in "
-                "place. Use inplace=False (in ReLU, Dropout and the like)."
+                "The derivative of the factors needs an activation that the model changed in "
+                "place. Pass inplace=False (to ReLU, Dropout and similar layers)."
             ) from error
         self._add(gradients, f, y)
 

@@ -71,8 +71,9 @@ class Fisher(ABC):
         passes = self.num_passes(likelihood, f)
         if passes > MANY_PASSES:
             warnings.warn(
-                f"fisher={self.name!r} takes {passes} backward passes for each part of a batch: "
-                f"outputs have shape {tuple(f.shape)}. fisher='mc' takes mc_samples passes.",
+                f"fisher={self.name!r} takes {passes} backward passes for each part of a batch, "
+                f"because outputs have shape {tuple(f.shape)}. To save time, pass fisher='mc', "
+                "which takes mc_samples passes.",
                 stacklevel=2,
             )
 

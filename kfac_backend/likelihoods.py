@@ -198,10 +198,12 @@ class Likelihood:
             )
         if y.is_complex():
             raise TypeError(
-                f"The targets are complex ({y.dtype}), and likelihoods are of real ones."
+                f"The targets are complex ({y.dtype}), but likelihoods support only real targets."
             )
         if y.is_floating_point() and not torch.isfinite(y).all():
-            raise ValueError("The targets contain NaN or infinity; clean the data.")
+            raise ValueError(
+                "The targets contain NaN or infinity. Correct or remove these examples."
+            )
 
     def losses(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Tensor:
         """ℓ of each target (nats), (*terms, C), or (*terms, 1) of labels."""
@@ -369,7 +371,7 @@ class _Softmax(_Labels):
                 )
         object.__setattr__(self, "needs_targets", self.weights is not None)
         if _finite(self.smoothing) is None or not 0 <= self.smoothing < 1:
-            raise ValueError(f"smoothing in [0, 1) is needed, not {self.smoothing!r}")
+            raise ValueError(f"smoothing must be in [0, 1), not {self.smoothing!r}")
 
     def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:
         """A vector times √h, where the weighted Λ is h (diag(p) − ppᵀ)."""
@@ -387,8 +389,8 @@ class _Softmax(_Labels):
         if y.shape != f.shape[:-1] and of_images and not y.is_floating_point():
             last = ", ".join(map(str, (*y.shape, f.shape[1])))
             raise ValueError(
-                f"The model's output has shape {tuple(f.shape)}, classes second, for labels of "
-                f"shape {tuple(y.shape)}; here classes come last, ({last}). Return "
+                f"The model's output has shape {tuple(f.shape)}, with classes in the second axis, "
+                f"for labels of shape {tuple(y.shape)}. Classes must come last, ({last}). Return "
                 "f.movedim(1, -1)."
             )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
@@ -398,13 +400,13 @@ class _Softmax(_Labels):
             )
         if C < 2:
             raise ValueError(
-                f"likelihood '{self}' needs at least two outputs, the model has one; "
-                "for one logit use likelihood='bernoulli'."
+                f"likelihood '{self}' needs at least two outputs, but the model has one. For one "
+                "logit use likelihood='bernoulli'."
             )
         if self.weights is not None and len(self.weights) != C:
             raise ValueError(
-                f"likelihood '{self}' has weights of {len(self.weights)} classes, and the model "
-                f"{C} outputs."
+                f"likelihood '{self}' has weights for {len(self.weights)} classes, but the model "
+                f"has {C} outputs."
             )
         super().check(f, y)
         outside = (y < 0) | (y >= C)
@@ -415,7 +417,7 @@ class _Softmax(_Labels):
             if label < 0:
                 way_out = f"If it marks positions that do not count, pass ignore_index={label}."
             raise ValueError(
-                f"Label {label} is out of range: the model has {C} outputs, labels must be 0 to "
+                f"Label {label} is out of range: the model has {C} outputs, so labels must be 0 to "
                 f"{C - 1}. {way_out}"
             )
 
@@ -529,7 +531,7 @@ class NoisyClassification(_Softmax):
         """Check the noise."""
         number = _finite(0.0 if self.noise is None else self.noise)
         if number is None or not 0 <= number < 1:
-            raise ValueError(f"noise in [0, 1) is needed, not {self.noise!r}")
+            raise ValueError(f"noise must be in [0, 1), not {self.noise!r}")
         super().__post_init__()
 
     def num_vectors(self, C: int) -> int:
@@ -610,7 +612,7 @@ class Ordinal(Diagonal, _Labels):
         cuts = self.options["cuts"]
         points = _finite(cuts, is_list=True)
         if points is None or not (points.diff() > 0).all():
-            raise ValueError(f"cuts must ascend: a list of finite numbers, not {cuts!r}")
+            raise ValueError(f"cuts must be a list of finite, ascending numbers, not {cuts!r}")
 
     def _intervals(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """The lower and the upper cut point of each class, (K,)."""
@@ -620,7 +622,9 @@ class Ordinal(Diagonal, _Labels):
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         """Raise an error unless there is one output for each label."""
         if f.shape[-1] != 1:
-            raise ValueError(f"likelihood '{self}' needs one output, the model has {f.shape[-1]}.")
+            raise ValueError(
+                f"likelihood '{self}' needs one output, but the model has {f.shape[-1]}."
+            )
         K = len(self.cuts) + 1
         Classification().check(f.expand(*f.shape[:-1], K), y, may_ignore)
 
@@ -692,7 +696,7 @@ class RegressionPerOutput(Regression):
         """Raise an error unless there is a noise for each output, too."""
         super().check(f, y)
         if len(self.parameters["noise"]) not in (1, f.shape[-1]):
-            raise ValueError(f"likelihood '{self}' is not for {f.shape[-1]} outputs.")
+            raise ValueError(f"likelihood '{self}' does not support {f.shape[-1]} outputs.")
 
     def _relative_noise(self, f: Tensor) -> Tensor:
         """Each output's own."""
@@ -765,7 +769,8 @@ class Heteroscedastic(Diagonal):
         """Half as many numbers as outputs."""
         if f.shape[-1] % 2:
             raise ValueError(
-                f"likelihood '{self}' needs two outputs for each number, not {f.shape[-1]}."
+                f"likelihood '{self}' needs two outputs for each number, but the model has "
+                f"{f.shape[-1]}."
             )
         return *f.shape[:-1], f.shape[-1] // 2
 
@@ -1165,13 +1170,14 @@ def check_targets(
     """
     if not isinstance(f, Tensor) or not isinstance(y, Tensor):
         raise TypeError(
-            f"The model returned {type(f).__name__} and the data {type(y).__name__} as targets; "
-            "both must be tensors. Wrap a model that returns an object so that it returns logits."
+            f"The model returned {type(f).__name__} and the targets are {type(y).__name__}, but "
+            "both must be tensors. Wrap a model that returns another object, so that it returns "
+            "logits."
         )
     if f.dim() < 2:
         raise ValueError(
-            f"The model's output has shape {tuple(f.shape)}; expected (N, ..., C). One output for "
-            "each example is (N, 1): leave out squeeze(-1)."
+            f"The model's output has shape {tuple(f.shape)}, but (N, ..., C) is needed. One output "
+            "per example is (N, 1): omit squeeze(-1)."
         )
     likelihood.check(f, y, may_ignore)
 
@@ -1188,7 +1194,7 @@ def _keywords(text: str) -> dict[str, Any]:
     # On one line, a comment, which Python leaves out, can only stand behind the call's end.
     is_whole = call.end_col_offset == len(line.encode())
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not is_whole:
-        raise ValueError("there is text behind the closing bracket")
+        raise ValueError("there is text after the closing bracket")
     names = [keyword.arg for keyword in call.keywords]
     if call.args or None in names:
         raise ValueError("an option is given without its name")
@@ -1199,7 +1205,7 @@ def _keywords(text: str) -> dict[str, Any]:
     except ValueError:
         raise ValueError("a value is not a number, a text or a list of them") from None
     if without := [name for name, value in values.items() if value is None]:
-        raise ValueError(f"{without[0]} is None; leave it out for its default, or to learn it")
+        raise ValueError(f"{without[0]} is None; omit it for its default, or to learn it")
     return values
 
 

@@ -83,14 +83,14 @@ class TargetOptions(Options):
             return
         if self.ignore_index is not None:
             raise ValueError(
-                f"ignore_index={self.ignore_index} is for the labels of likelihood "
-                f"'classification', not '{likelihood}'; use None, and leave out the examples that "
-                "do not count."
+                f"ignore_index={self.ignore_index} needs the labels of likelihood "
+                f"'classification', not '{likelihood}'. Pass None, and omit the examples that do "
+                "not count."
             )
         if self.shift_labels is True:
             raise ValueError(
-                "shift_labels=True is for the labels of likelihood 'classification', not "
-                f"'{likelihood}'; shift the targets in the data."
+                "shift_labels=True needs the labels of likelihood 'classification', not "
+                f"'{likelihood}'. Shift the targets in the data."
             )
 
 
@@ -151,8 +151,8 @@ class PassOptions(Options):
         elif modes not in ("expand", "reduce", "auto"):
             raise ValueError(
                 f"kfac_approx={modes!r} is not supported; choose one of 'expand', 'reduce', "
-                "'auto', or a mapping of layers' names or patterns to modes, such as "
-                "{'head*': 'expand', '*': 'reduce'}."
+                "'auto', or a mapping of layers' names or patterns to modes, such as {'head*': "
+                "'expand', '*': 'reduce'}."
             )
         check_option("fisher", self.fisher, Fisher.by_name)
         check_option("unsupported", self.unsupported, Unsupported)
@@ -212,7 +212,7 @@ def check_positive(name: str, value: object) -> None:
     try:
         numbers = torch.as_tensor(value, dtype=torch.float64).detach()
     except (RuntimeError, TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}; a number or a tensor is needed.") from None
+        raise TypeError(f"{name}={value!r} is not supported. Pass a number or a tensor.") from None
     right = numbers.isfinite() & (numbers > 0)
     if not right.all():
         # The number as the user gave it, -3 and not -3.0.
@@ -226,8 +226,8 @@ def check_keys(owner: str, state: Mapping[str, Any], keys: Iterable[str]) -> Non
     missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(
-            f"The state of {owner} lacks {', '.join(map(repr, missing))}: it is empty, of "
-            "something else, or only a part. Load what state_dict() returned, as a whole."
+            f"The state of {owner} lacks {', '.join(map(repr, missing))}. It is empty, incomplete, "
+            "or belongs to another object. Load the whole result of state_dict()."
         )
 
 
@@ -247,15 +247,15 @@ def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, 
         fitting = [pattern for pattern in kfac_approx if fnmatchcase(name, pattern)]
         if not fitting:
             raise ValueError(
-                f"No pattern of kfac_approx fits layer '{name}': {', '.join(kfac_approx)}. Add it, "
-                "or '*' at the end for all others."
+                f"No pattern of kfac_approx matches layer '{name}': {', '.join(kfac_approx)}. Add "
+                "a pattern for it, or '*' at the end for all other layers."
             )
         modes[name] = kfac_approx[fitting[0]]
         matched.add(fitting[0])
     unused = [pattern for pattern in kfac_approx if pattern not in matched and pattern != "*"]
     if unused:
         raise ValueError(
-            f"The pattern '{unused[0]}' of kfac_approx fits no layer that earlier patterns leave; "
-            f"there are {', '.join(names)}."
+            f"The pattern '{unused[0]}' of kfac_approx matches no layer, or only layers of earlier "
+            f"patterns. The layers are {', '.join(names)}."
         )
     return modes

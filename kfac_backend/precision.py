@@ -47,8 +47,8 @@ class Arithmetic:
         available = supported.get(self.device.type, ("float32",))
         if self.precision not in available:
             raise ValueError(
-                f"backward_precision={self.precision!r} does nothing on device "
-                f"{self.device.type!r}; choose one of {', '.join(map(repr, available))}."
+                f"backward_precision={self.precision!r} has no effect on device "
+                f"{self.device.type!r}. Choose one of {', '.join(map(repr, available))}."
             )
 
     def of_sums(self, in_training: bool) -> AbstractContextManager[object]:

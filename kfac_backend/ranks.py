@@ -384,8 +384,8 @@ def _check_norms(of_ranks: Sequence[Mapping[str, float]]) -> None:
             if not math.isclose(norm, norms[name], rel_tol=1e-3):
                 raise RankError(
                     f"Ranks disagree: parameter '{name}' has norm {norm:.6g} on rank 0 and "
-                    f"{norms[name]:.6g} on rank {rank}. Give all the same weights first: train "
-                    "with DistributedDataParallel, or send rank 0's to the others "
+                    f"{norms[name]:.6g} on rank {rank}. Give all ranks the same weights first: "
+                    "train with DistributedDataParallel, or broadcast the weights of rank 0 "
                     "(torch.distributed.broadcast)."
                 )
 
@@ -398,5 +398,5 @@ def _check_same(values: Sequence[Mapping[str, Any]]) -> None:
             if other.get(name) != first:
                 raise RankError(
                     f"Ranks disagree: {name} is {first!r} on rank 0 and {other.get(name)!r} on "
-                    f"rank {rank}. All must run the same program, on the same model."
+                    f"rank {rank}. Run the same program with the same model on all ranks."
                 )

@@ -96,9 +96,10 @@ def check_sharding(model: nn.Module) -> None:
         NotImplementedError: FSDP1, tensor parallelism, parameters that are offloaded.
     """
     way_out = (
-        "Shard it by torch.distributed.fsdp.fully_shard alone, keep it whole on each rank "
-        "(DistributedDataParallel), or gather the parameters into a model of its own (torch."
-        "distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True)."
+        "Shard it only by torch.distributed.fsdp.fully_shard, keep it whole on each rank "
+        "(DistributedDataParallel), or gather the parameters into another model "
+        "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+        "full_state_dict=True)."
     )
     # A forward pass without a backward pass leaves the root's parameters gathered; those that the
     # caller will ask the model for are the parts.
@@ -109,21 +110,27 @@ def check_sharding(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             subject = f"Layer '{name}'" if name else "The model"
-            raise NotImplementedError(f"{subject} is in FSDP1, FullyShardedDataParallel. {way_out}")
+            raise NotImplementedError(
+                f"{subject} uses FSDP1 (FullyShardedDataParallel), which is not supported. "
+                f"{way_out}"
+            )
     for name, p in model.named_parameters():
         if type(p).__name__ == "FlatParameter":
-            raise NotImplementedError(f"Parameter '{name}' is FSDP1's FlatParameter. {way_out}")
+            raise NotImplementedError(
+                f"Parameter '{name}' is a FlatParameter of FSDP1, which is not supported. {way_out}"
+            )
         placements = getattr(p, "placements", None)
         if placements is None:  # no DTensor
             continue
         if id(p) not in managed or sum(not one.is_replicate() for one in placements) != 1:
             raise NotImplementedError(
-                f"Parameter '{name}' is spread over ranks by tensor parallelism (a DTensor with "
-                f"placements {placements}), and hooks would see a part of it. {way_out}"
+                f"Parameter '{name}' is sharded by tensor parallelism (a DTensor with placements "
+                f"{placements}), so hooks would capture only a part of it. {way_out}"
             )
         if p.device.type != p.device_mesh.device_type:  # pyright: ignore[reportAttributeAccessIssue]
             raise NotImplementedError(
-                f"Parameter '{name}' is offloaded to {p.device}. Shard without CPUOffloadPolicy."
+                f"Parameter '{name}' is offloaded to {p.device}, which is not supported. Shard "
+                "without CPUOffloadPolicy."
             )
 
 
@@ -131,10 +138,11 @@ def check_whole(model: nn.Module, operation: str) -> None:
     """Raise a NotImplementedError of what needs whole parameters on each rank, if it has parts."""
     if is_sharded(model):
         raise NotImplementedError(
-            f"{operation} needs whole parameters on each rank, and {type(model).__name__} is under "
-            "fully_shard. Gather them into a model of its own (torch.distributed.checkpoint."
-            "state_dict.get_model_state_dict with full_state_dict=True), and give a posterior of "
-            "it the same factors (posterior.restore(factors))."
+            f"{operation} needs whole parameters on each rank, but {type(model).__name__} is under "
+            "fully_shard. Gather them into another model "
+            "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
+            "full_state_dict=True), and pass the same factors to its posterior "
+            "(posterior.restore(factors))."
         )
 
 
@@ -336,9 +344,9 @@ def check_part(state: Mapping[str, Any], rank: int, world_size: int) -> None:
     if part is not None and (part["rank"], part["world_size"]) != (rank, world_size):
         of_rank = "an unknown rank" if part["rank"] < 0 else "rank {rank} of {world_size}"
         raise ValueError(
-            f"The state is the part of {of_rank.format(**part)}, and this is rank {rank} of "
-            f"{world_size}. Give each rank the state that it saved; or save a whole state, for any "
-            "number of ranks: kfac_backend.sharding.gathered_state(state)."
+            f"The state belongs to {of_rank.format(**part)}, but this is rank {rank} of "
+            f"{world_size}. Give each rank its own state. Or save a whole state, which any number "
+            "of ranks can load: kfac_backend.sharding.gathered_state(state)."
         )
 
 

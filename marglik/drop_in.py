@@ -109,9 +109,9 @@ def marglik_training(
     """
     if prior_structure not in ("layerwise", "scalar"):
         raise ValueError(
-            f"prior_structure {prior_structure!r} is not supported: there is a precision for each "
-            "tensor ('layerwise'), or one for all ('scalar'). For one of each parameter, use "
-            "laplace.marglik_training(..., backend=KfacGGN)."
+            f"prior_structure={prior_structure!r} is not supported. Choose 'layerwise' (one "
+            "precision per parameter tensor) or 'scalar' (a single one). For one precision per "
+            "parameter, use laplace.marglik_training(..., backend=KfacGGN)."
         )
 
     likelihood = likelihood_of(likelihood)
@@ -119,7 +119,7 @@ def marglik_training(
     curvature = CurvatureOptions().replace(dict_key_x=dict_key_x, dict_key_y=dict_key_y, **options)
     optimizer = optimizer_cls(model.parameters(), **(optimizer_kwargs or {}))
     if any(group.get("weight_decay") for group in optimizer.param_groups):
-        warnings.warn("The prior takes the place of weight_decay; it is set to 0.", stacklevel=2)
+        warnings.warn("weight_decay is set to 0, because the prior replaces it.", stacklevel=2)
         for group in optimizer.param_groups:
             group["weight_decay"] = 0.0
     schedule = Schedule(
@@ -129,9 +129,9 @@ def marglik_training(
         keep == "best" and not any(map(schedule.is_due, range(1, n_epochs + 1)))
     ):
         warnings.warn(
-            f"No update is due: n_epochs={n_epochs}, marglik_frequency={marglik_frequency}, "
-            f"n_epochs_burnin={n_epochs_burnin}. The weight decays keep their initial values. Pass "
-            "a smaller marglik_frequency, or more epochs.",
+            f"n_epochs={n_epochs}, marglik_frequency={marglik_frequency} and "
+            f"n_epochs_burnin={n_epochs_burnin} give no update. The weight decays keep their "
+            "initial values. Pass a smaller marglik_frequency, or more epochs.",
             stacklevel=2,
         )
     weight_decay = WEIGHT_DECAY

@@ -104,8 +104,8 @@ class Estimator(BaseEstimator):
             C = self.model_(x[:1]).shape[-1]
         if is_classes and likelihood_of(self.likelihood).name != "ordinal" and C != num_outputs:
             raise ValueError(
-                f"The network has {C} outputs, and there are {num_outputs} classes; a function of "
-                "both numbers (columns, outputs) makes one that fits."
+                f"The network has {C} outputs, but there are {num_outputs} classes. Pass a "
+                "function of the numbers of columns and outputs that returns a network."
             )
 
         # Step 1: hold examples out, of each class its share.
@@ -242,7 +242,10 @@ class MarglikClassifier(ClassifierMixin, Estimator):
         labels: Any = LabelEncoder().fit(y)
         self.classes_ = labels.classes_
         if len(self.classes_) < 2:
-            raise ValueError(f"y has one class, {str(self.classes_[0])!r}; a classifier needs two.")
+            raise ValueError(
+                f"y has only the class {str(self.classes_[0])!r}. A classifier needs at least two "
+                "classes."
+            )
         return self._fit(X, labels.transform(y), len(self.classes_))
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -295,9 +298,9 @@ class MarglikRegressor(RegressorMixin, Estimator):
         """
         if self.likelihood not in REGRESSIONS:
             raise ValueError(
-                f"likelihood={self.likelihood!r}: a MarglikRegressor predicts Gaussians, by "
-                f"{' or '.join(map(repr, REGRESSIONS))}. For others use PriorLearner, or marglik "
-                "train."
+                f"likelihood={self.likelihood!r} is not supported by MarglikRegressor, whose "
+                f"predictions are Gaussian. Choose {' or '.join(map(repr, REGRESSIONS))}. For "
+                "other likelihoods use PriorLearner or marglik train."
             )
         checked: Any = validate_data(self, X, y, allow_nd=True, dtype="numeric", y_numeric=True)
         X, y = checked
@@ -315,7 +318,7 @@ class MarglikRegressor(RegressorMixin, Estimator):
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """Ends (N,) of central intervals that contain a new target with probability ``level``."""
         if not 0 < level < 1:
-            raise ValueError(f"level lies between 0 and 1; it is {level}.")
+            raise ValueError(f"level={level} is not supported. Pass a number between 0 and 1.")
         mean, std = self.predict(X, return_std=True)
         half = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item() * std
         return mean - half, mean + half

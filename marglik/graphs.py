@@ -61,8 +61,8 @@ class Graphs:
         numbers = torch.arange(len(self), device=self.node_counts.device)[index]
         if numbers.dim() > 1:
             raise IndexError(
-                f"Graphs were indexed by a tensor of shape {tuple(numbers.shape)}; use a slice or "
-                "a one-dimensional tensor of graph numbers."
+                f"Graphs cannot be indexed by a tensor of shape {tuple(numbers.shape)}. Use a "
+                "slice or a one-dimensional tensor of graph numbers."
             )
         numbers = numbers.reshape(-1)
         node_counts, edge_counts = self.node_counts[numbers], self.edge_counts[numbers]
@@ -106,15 +106,16 @@ class Graphs:
             if not fits or tensor.device != self.nodes.device or not G:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype} on "
-                    f"{tensor.device}; it needs {needed}, on the device of nodes, for at least 1 "
+                    f"{tensor.device}. It needs {needed}, on the device of nodes, for at least 1 "
                     "graph."
                 )
         for name, total in (("node_counts", V), ("edge_counts", E)):
             counts = getattr(self, name)
             if counts.min() < 0 or counts.sum() != total:
                 raise ValueError(
-                    f"{name} has {int(counts.min())} at least and {int(counts.sum())} in all, but "
-                    f"there are {total}; each belongs to exactly one graph."
+                    f"{name} has a minimum of {int(counts.min())} and a sum of "
+                    f"{int(counts.sum())}, but there are {total}. Each must belong to exactly one "
+                    "graph."
                 )
         edge_graph = self.edge_graph
         for name in ("senders", "receivers"):
@@ -124,9 +125,9 @@ class Graphs:
             if wrong.any():
                 edge = int(wrong.nonzero()[0])
                 raise ValueError(
-                    f"{name} has node {int(numbers[edge])} for edge {edge} of graph "
-                    f"{int(edge_graph[edge])}, which is none of its nodes. Nodes are numbered "
-                    f"through all graphs, 0 to {V - 1}; edges lie in the order of the graphs."
+                    f"{name} has node {int(numbers[edge])} for edge {edge}, which is not a node of "
+                    f"the edge's graph {int(edge_graph[edge])}. Number the nodes of all graphs "
+                    f"from 0 to {V - 1}, and order the edges by graph."
                 )
         return self
 

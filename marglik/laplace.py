@@ -132,13 +132,13 @@ def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str
         drawn = {"fisher": "empirical"}
     else:
         raise ValueError(
-            f"backend {getattr(backend, '__name__', backend)!r} is neither of the GGN nor of the "
-            "empirical Fisher; pass KfacGGN or KfacEF, or use laplace-torch for its matrix."
+            f"backend={getattr(backend, '__name__', backend)!r} computes neither the GGN nor the "
+            "empirical Fisher. Pass KfacGGN or KfacEF, or use laplace-torch for this matrix."
         )
     if backend is not None and not backend.__module__.startswith("kfac_backend"):
         warnings.warn(
-            f"backend={backend.__name__}: its matrix is computed by kfac_backend, whose Kronecker "
-            "factors of convolutions are not those of ASDL and BackPACK.",
+            f"backend={backend.__name__}: kfac_backend computes this matrix. Its Kronecker "
+            "factors of convolutions differ from those of ASDL and BackPACK.",
             stacklevel=4,
         )
     return options | drawn
@@ -153,7 +153,7 @@ def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
         wrong -= matches
     if wrong or not learned:
         raise ValueError(
-            f"The model has no parameters {sorted(wrong)}; expected names of its modules or "
+            f"The model has no parameters {sorted(wrong)}. Pass names of its modules or "
             "parameters, as in model.named_parameters()."
         )
     # A copy, since the user's are to stay as they are.
@@ -228,8 +228,8 @@ class ParametricLaplace(Posterior):
             listed = trainable_layers(model)
             if not listed:
                 raise ValueError(
-                    "All parameters of the model are frozen, and have no posterior; set "
-                    "requires_grad_(True) on those of its last layer."
+                    "All parameters of the model are frozen, so there is no posterior. Set "
+                    "requires_grad_(True) on the parameters of its last layer."
                 )
             self._whole = model if last_layer_name is None else None
             self._last = last_layer_name or listed[-1]
@@ -237,13 +237,16 @@ class ParametricLaplace(Posterior):
         elif self.subset == "subnetwork":
             names = subnetwork_indices
             if isinstance(names, tuple) and not names:
-                raise TypeError("Subnetwork Laplace needs subnetwork_indices.")
+                raise TypeError(
+                    "Subnetwork Laplace needs subnetwork_indices. Pass indices of parameters, or "
+                    "names of modules or parameters."
+                )
             if isinstance(names, Tensor):
                 indices = names
             elif names is None or not all(isinstance(name, str) for name in names):
                 raise ValueError(
-                    f"subnetwork_indices={names!r}: a vector of int64 indices is needed, or names "
-                    "of modules or parameters."
+                    f"subnetwork_indices={names!r} is not supported. Pass a vector of int64 "
+                    "indices, or names of modules or parameters."
                 )
             else:
                 shared = _with_others_frozen(model, names)
@@ -255,7 +258,7 @@ class ParametricLaplace(Posterior):
         }
         for name, value in numbers.items():
             if isinstance(value, str | CurvatureOptions):
-                raise ValueError(f"{name}={value!r}: a number or a tensor is needed.")
+                raise ValueError(f"{name}={value!r} is not supported. Pass a number or a tensor.")
         self.is_reward = likelihood == "reward_modeling"
         of_backend = fisher_of_backend(backend, backend_kwargs or {})
         super().__init__(
@@ -291,8 +294,8 @@ class ParametricLaplace(Posterior):
                 x, _ = split_batch(first, self.options)
                 if (ran := last_layer(self._whole, x)) != self._last:
                     raise ValueError(
-                        f"The model lists {self._last!r} last, but {ran!r} runs last; pass "
-                        f"last_layer_name={ran!r} (or another one)."
+                        f"The model defines {self._last!r} last, but runs {ran!r} last. Pass "
+                        f"last_layer_name={ran!r}, or the name of another layer."
                     )
         try:
             super().fit(train_loader, *args, **keywords)
@@ -527,7 +530,10 @@ class ParametricLaplace(Posterior):
             best = torch.tensor(losses, dtype=torch.float64).nan_to_num(math.inf).argmin()
             self.prior_precision = grid[int(best)]
         else:
-            raise ValueError(f"method={method!r}: 'marglik', or 'gridsearch' with a val_loader.")
+            raise ValueError(
+                f"method={method!r} is not supported. Choose 'marglik', or 'gridsearch' with a "
+                "val_loader."
+            )
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
 
@@ -607,7 +613,7 @@ class ParametricLaplace(Posterior):
         """
         if model_kwargs:
             raise ValueError(
-                f"{', '.join(model_kwargs)}: keywords of the model are not passed on; give the "
+                f"The keywords {', '.join(model_kwargs)} are not passed to the model. Pass the "
                 "model's arguments as a mapping x."
             )
         link_approx = _checked_link(pred_type, link_approx)
@@ -684,7 +690,7 @@ class ParametricLaplace(Posterior):
     def _check_predicts(self) -> None:
         if self.likelihood.name not in ("classification", "regression"):
             raise NotImplementedError(
-                f"laplace-torch's predictions do not know likelihood '{self.likelihood}'; use "
+                f"laplace-torch's predictions do not support likelihood '{self.likelihood}'. Use "
                 "marglik.laplace_predictive(la)(x)."
             )
 
@@ -705,25 +711,26 @@ class ParametricLaplace(Posterior):
         check_keys("Laplace", state, (*SAVED, "fit", "names"))
         if state["structure"] != self.structure:
             raise ValueError(
-                f"The state has hessian_structure={state['structure']!r}, and this Laplace "
-                f"{self.structure!r}; make it with that of the state."
+                f"The state has hessian_structure={state['structure']!r}, but this Laplace has "
+                f"{self.structure!r}. Create it with the hessian_structure of the state."
             )
         names, indices = [*trainable_parameters(self.model)], state["indices"].to(self.indices)
         if state["names"] != names or not torch.equal(indices, self.indices):
             raise ValueError(
-                f"The state is of another subset of the parameters: of {len(indices)} in "
-                f"{len(state['names'])} tensors, and here {len(self.indices)} in {len(names)}. "
-                "Make this Laplace with the state's subset_of_weights and subnetwork_indices."
+                f"The state has {len(indices)} parameters in {len(state['names'])} tensors, but "
+                f"this Laplace has {len(self.indices)} in {len(names)}. Create it with the state's "
+                "subset_of_weights and subnetwork_indices."
             )
         here, there = parameter_vector(self.params).detach(), state["mean"]
         if here.dtype != there.dtype:
             raise ValueError(
-                f"The state is of a model in {there.dtype}, and this one is in {here.dtype}; "
-                "convert the model first (model.to(dtype))."
+                f"The state is for a model in {there.dtype}, but this model is in {here.dtype}. "
+                "Convert the model first (model.to(dtype))."
             )
         if here.shape != there.shape or not torch.equal(here, there.to(here)):
             raise ValueError(
-                "The state is of other parameters than the model has; load them first."
+                "The state was saved with other values of the model's parameters. Load these "
+                "parameters first."
             )
         form = KroneckerFactors if self.structure == "kron" else JacobianGGN
         curvature = form.from_state_dict(state["fit"]).to(self._device)

@@ -107,7 +107,7 @@ def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> 
         _, y = split_batch(batch, options)
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"A batch's targets are {type(y).__name__}; make tensors of arrays: "
+                f"The targets of a batch are {type(y).__name__}. Convert arrays to tensors: "
                 "torch.from_numpy(array)."
             )
         count += len(y)
@@ -166,9 +166,9 @@ def check_workers(*loaders: Any) -> None:
     """Raise a ValueError for loaders with persistent workers, whose random state we cannot read."""
     if any(getattr(loader, "persistent_workers", False) for loader in loaders):
         raise ValueError(
-            "The loader has persistent_workers=True: a checkpoint cannot hold the random state of "
-            "its workers, and a resumed run would shuffle and augment its data differently. Pass "
-            "persistent_workers=False, or train without checkpoints."
+            "The loader has persistent_workers=True. A checkpoint cannot store the random state "
+            "of its workers, so a resumed run would shuffle and augment the data differently. "
+            "Pass persistent_workers=False, or train without checkpoints."
         )
 
 
@@ -199,8 +199,8 @@ def check_shards(loader: Loader, ranks: Ranks) -> None:
     numbers = ranks.gather(num_batches(loader))
     if len(set(numbers)) > 1:
         raise ValueError(
-            f"Ranks have different numbers of batches: {', '.join(map(str, numbers))}. They take "
-            "their steps together. Give each rank a shard of the same number of batches, for "
+            f"Ranks have different numbers of batches: {', '.join(map(str, numbers))}. All ranks "
+            "take each step together. Give each rank a shard with the same number of batches, for "
             "example with drop_last=True."
         )
 
@@ -216,8 +216,7 @@ def _check_sampler(sampler: DistributedSampler, ranks: Ranks) -> None:
     if sampler.total_size > size:
         raise ValueError(
             f"The DistributedSampler repeats {sampler.total_size - size} of {size} examples to "
-            f"give {ranks.size} ranks the same number; they would count twice. Pass "
-            "DistributedSampler(..., drop_last=True), which leaves the rest out, or use the shard "
-            "Subset(dataset, range(rank, len(dataset), ranks)) if that gives all ranks the same "
-            "number of batches."
+            f"give {ranks.size} ranks equally many, so these would count twice. Pass "
+            "DistributedSampler(..., drop_last=True). Or use Subset(dataset, range(rank, "
+            "len(dataset), ranks)), if all ranks then have the same number of batches."
         )

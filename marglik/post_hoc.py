@@ -66,8 +66,9 @@ def maximize_evidence(
     if laplace.fitted_curvature().is_corrected:
         # The diagonal in a basis that is not the block's eigenbasis: Σ log ≥ log det (Hadamard).
         raise ValueError(
-            "With corrected eigenvalues the evidence is a lower bound, whose maximum misleads. Fit "
-            "with corrected=False, call maximize_evidence, then fit with corrected=True to predict."
+            "With corrected eigenvalues the evidence is only a lower bound, and its maximum is "
+            "misleading. Fit with corrected=False, call maximize_evidence, then fit with "
+            "corrected=True to predict."
         )
     groups, terms = PriorGroups.from_model(laplace.model, structure), laplace.evidence_terms
     # A group starts at the geometric mean of its tensors.
@@ -97,7 +98,9 @@ def maximize_evidence(
     )
     # "ABNORMAL" is a line search that rounding keeps from getting higher: it is at the maximum.
     if not minimum.success and "ABNORMAL" not in str(minimum.message):
-        raise FloatingPointError(f"The prior's evidence could not be maximised: {minimum.message}.")
+        raise FloatingPointError(
+            f"The evidence could not be maximised over the prior: {minimum.message}."
+        )
     values = torch.tensor(minimum.x, device=logs.device).exp()
     delta = values[: len(groups.names)]
     laplace.prior_precision = laplace.of_tensors(groups.of_tensors(delta))
@@ -136,13 +139,13 @@ def minimize_validation_loss(
 
     if not callable(loss) and (isinstance(loss, Iterator) or not isinstance(loss, Iterable)):
         raise TypeError(
-            f"loss is {type(loss).__name__}; pass a loader or a list of batches (x, y), which are "
+            f"loss is {type(loss).__name__}. Pass a loader or a list of batches (x, y), which is "
             "read once for each δ, or a function of the posterior."
         )
     if not 0 < bounds[0] < bounds[1] < math.inf or grid_size < 3:
         raise ValueError(
-            f"bounds of δ must be positive, finite and ascend, with a grid of three points at "
-            f"least; not {bounds} and {grid_size}."
+            f"bounds={bounds} and grid_size={grid_size} are not supported. The bounds of δ must be "
+            "positive, finite and ascending, and the grid needs at least three points."
         )
     chosen: float | torch.Tensor = laplace.prior_precision
     losses: dict[float, float] = {}
@@ -169,7 +172,8 @@ def minimize_validation_loss(
         laplace.prior_precision = chosen
     if min(log_delta - grid[0], grid[-1] - log_delta) < (grid[1] - grid[0]) / 10:
         warnings.warn(
-            f"The validation loss still falls at δ = {chosen:.3g}, a bound of the search.",
+            f"The validation loss still decreases at δ = {chosen:.3g}, a bound of the search. "
+            "Pass wider bounds.",
             stacklevel=2,
         )
     sigma = float(laplace.sigma_noise)

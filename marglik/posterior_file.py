@@ -134,8 +134,8 @@ def load_posterior(
     if model is None:
         if record["model"] is None:
             raise ValueError(
-                f"{folder} does not say how its network is built; pass it: load_posterior(folder, "
-                "model)."
+                f"{folder} does not specify how to build its network. Pass the network: "
+                "load_posterior(folder, model)."
             )
         model = cast("nn.Module", build_from_spec(nn.Module, record["model"], folder=Path(folder)))
     check_module(model)
@@ -154,8 +154,8 @@ def load_posterior(
     if frozen_sum and _sum_of_base(model, base) != frozen_sum:
         raise ValueError(
             f"The posterior in {folder} was saved without the frozen parameters, and "
-            f"{type(model).__name__} has others than it was fitted with (their SHA-256 sums "
-            "differ). Load the same pretrained parameters first, in the same dtype, or save with "
+            f"{type(model).__name__} has other frozen parameters than at the fit (the SHA-256 sums "
+            "differ). Load the same pretrained parameters first, in the same dtype. Or save with "
             "save_posterior(..., frozen=True)."
         )
     model.load_state_dict(state, strict=False)  # the names are checked

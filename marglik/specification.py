@@ -61,20 +61,20 @@ def build_from_spec(
         is_named = named is None or path in named
         if not is_named and not _is_known(path):
             raise ValueError(
-                f"a file may only name classes of {', '.join(OURS)} and torchvision.models, as "
-                f"importing others runs their code. If you trust {path}, name it on the command "
-                f"line: --model {path} (or --data); in Python, pass the object"
+                f"a file may only name classes of {', '.join(OURS)} and torchvision.models, "
+                f"because importing other classes runs their code. If you trust {path}, pass it on "
+                f"the command line: --model {path} (or --data). In Python, pass the object"
             )
         module, _, name = path.rpartition(".")
         make = getattr(import_module(module), name)
         returns = make if isinstance(make, type) else get_type_hints(make).get("return")
         if not (isinstance(returns, type) and issubclass(returns, kinds)):
-            raise ValueError(f"{path} is no class of networks, data or transforms")
+            raise ValueError(f"{path} is not a class of networks, data or transforms")
         arguments = (value.get("init_args") or {}) | (value.get("dict_kwargs") or {})
         if named is not None and (request := _asked_for(path, make, arguments, is_named, folder)):
             typed = _as_options("--model" if kind is nn.Module else "--data", spec)
             raise ValueError(
-                f"{request}, for which a file may not ask. If you trust it, pass the class with "
+                f"{request}, which a file may not request. If you trust it, pass the class with "
                 f"its options: {typed}"
             )
         return make(**{name: made(item) for name, item in arguments.items()})
@@ -84,7 +84,7 @@ def build_from_spec(
     try:
         instance = made(spec)
         if not isinstance(instance, kind):
-            raise TypeError("another kind of object is needed")
+            raise TypeError("the object is not of the required class")
     except Exception as error:  # a class raises whatever its arguments lead to
         whose = "its" if named is None else "its saved"  # as the user gave them, or a file has them
         reason = str(error).rstrip(".")

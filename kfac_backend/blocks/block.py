@@ -185,22 +185,23 @@ class KroneckerBlock:
         """Raise a ValueError that says why two blocks have no sum."""
         if isinstance(self, CorrectedBlock) or isinstance(other, CorrectedBlock):
             raise ValueError(
-                f"The block of '{self.name}' has corrected eigenvalues, and a sum has other "
-                "eigenvectors. Add the factors as they are, and correct the sum over all the data."
+                f"The block of '{self.name}' has corrected eigenvalues, which cannot be added, "
+                "because the sum has other eigenvectors. Add uncorrected factors, and correct the "
+                "sum with all the data."
             )
         mine, others = (
             {letter: F.shape for letter, F in block.factors.items()} for block in (self, other)
         )
         if mine != others or self.constants != other.constants:
             raise ValueError(
-                f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants; "
-                "only factors of the same model can be added."
+                f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants. Add "
+                "only factors of the same model."
             )
         # Not by values, which only the owner of a block has: all ranks add, or none.
         if "A" in mine and None in (self.num_terms, other.num_terms):
             raise ValueError(
-                f"The block of '{self.name}' needs num_terms for its mean A to be added. That of a "
-                "tensor used in two ways has none: pass all the data at once."
+                f"The block of '{self.name}' needs num_terms to add its mean A. A tensor that is "
+                "used in two ways has no num_terms. Pass all the data at once."
             )
 
     def to(
@@ -471,9 +472,9 @@ class EigenBlock:
         if self.corrected is not None:
             if damping:
                 raise ValueError(
-                    "damping adds √δ to the eigenvalues of both factors, and corrected "
-                    "eigenvalues are no products of such. Take damping=False, or factors that are "
-                    "not corrected."
+                    "damping=True adds √δ to the eigenvalues of both factors, but corrected "
+                    "eigenvalues are not products of such eigenvalues. Pass damping=False, or use "
+                    "uncorrected factors."
                 )
             return self.corrected + delta
         if self.alpha is None:

@@ -106,8 +106,8 @@ def check_finite(entries: Sequence[Tensor], names: Sequence[str]) -> None:
     finite = torch.stack([torch.isfinite(values).all() for values in entries]).tolist()
     if not all(finite):
         raise ValueError(
-            f"The curvature factor of '{names[finite.index(False)]}' is not finite. Likely "
-            "causes: exploding activations or gradients, or too large a learning rate before the "
+            f"The curvature factor of '{names[finite.index(False)]}' is not finite. Likely causes: "
+            "exploding activations or gradients, or a learning rate that was too large before the "
             "pass."
         )
 
@@ -197,9 +197,9 @@ def _solve(matrix: Tensor, name: str, vectors: bool) -> tuple[Tensor, Tensor]:
                 values, Q = solution
                 return values.to(matrix.device), Q.to(matrix.device)
     raise torch.linalg.LinAlgError(
-        f"No solver converges for the curvature factor of '{name}', {tuple(matrix.shape)} with "
-        f"finite entries up to {float(matrix.abs().max()):.3g}. Freeze the layer "
-        "(requires_grad_(False)), or keep only the factor's diagonal (diagonal_above)."
+        f"No solver converges for the curvature factor of '{name}', of shape "
+        f"{tuple(matrix.shape)}, with finite entries up to {float(matrix.abs().max()):.3g}. Freeze "
+        "the layer (requires_grad_(False)), or keep only the factor's diagonal (diagonal_above)."
     )
 
 

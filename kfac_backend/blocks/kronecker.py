@@ -227,8 +227,8 @@ class KroneckerFactors:
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
         if (header.get("format"), header.get("version")) != (FORMAT, FORMAT_VERSION):
             raise ValueError(
-                f"{source} holds no Kronecker factors of version {FORMAT_VERSION}, which this "
-                f"release reads; its format is {header.get('format')}, version "
+                f"{source} contains no Kronecker factors of version {FORMAT_VERSION}, which this "
+                f"release reads. Its format is {header.get('format')}, version "
                 f"{header.get('version')}. Compute the factors again, or write them with save()."
             )
         try:
@@ -244,7 +244,7 @@ class KroneckerFactors:
             )
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{source} holds no whole Kronecker factors ({error}). Save them anew."
+                f"{source} contains incomplete Kronecker factors ({error}). Save them again."
             ) from error
 
     def save(self, path: str | Path) -> str:
@@ -326,7 +326,7 @@ def _unpack(form: str, entries: Tensor) -> Float[Tensor, "*G d d"]:
     count = entries.shape[-1]
     d = (math.isqrt(8 * count + 1) - 1) // 2
     if form != "triangle" or d * (d + 1) // 2 != count:
-        raise ValueError(f"{count} entries are no matrix of form '{form}'")
+        raise ValueError(f"{count} entries do not form a matrix of form '{form}'")
     F = entries.new_empty(*entries.shape[:-1], d, d)
     upper = torch.ones(d, d, dtype=torch.bool, device=F.device).triu_()
     for half in (F, F.mT):

@@ -103,9 +103,9 @@ class LastLayerCovariance:
                 return self._of_linear(*outputs, positions, classes, variance_only)
         if self._is_tied:
             raise NotImplementedError(
-                f"The outputs of {type(self._model).__name__} are not those of its last layer "
-                f"'{self._name}', which shares a weight with another layer. So the covariance from "
-                "the last layer alone is not known. Use all layers."
+                f"The outputs of {type(self._model).__name__} depend on its last layer "
+                f"'{self._name}' and on another layer with the same weight. The covariance of the "
+                "last layer alone is therefore not supported. Use all layers."
             )
         if self._general is None:
             self._general = OutputCovariance(self._model, self._precision, memory=self._memory)

@@ -64,8 +64,8 @@ def _outputs(
                 raise
             raise NotImplementedError(
                 f"{type(model).__name__} cannot be linearised: {str(error).splitlines()[0]} "
-                "Replace the operation, or use the outputs' covariances: the predictives 'probit' "
-                "and 'mc'."
+                "Replace the operation, or use the predictives 'probit' and 'mc', which need only "
+                "the outputs' covariances."
             ) from error
     f = at_least_float32(f)
     return f if Jv is None else f + at_least_float32(Jv)

@@ -204,8 +204,8 @@ class OutputCovariance:
         """
         if x.dim() < 3 or not x.shape[:2].numel():
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; sets of inputs (T, q, ...) are needed, with at "
-                "least one input: x[None] for a single set."
+                f"x has shape {tuple(x.shape)}. Pass sets of inputs (T, q, ...) with at least one "
+                "input, or x[None] for a single set."
             )
         with self._preserved_model(), plain_attention():
             q, differentiable = x.shape[1], torch.is_grad_enabled() and x.requires_grad
@@ -310,8 +310,8 @@ class OutputCovariance:
             self._check_output(f, part.x)
             if q is not None and f.dim() != 2:
                 raise NotImplementedError(
-                    f"The model returned shape {tuple(f.shape)} for {len(f)} inputs; joint "
-                    "covariances support outputs (N, C), such as those of regression."
+                    f"The model returned shape {tuple(f.shape)} for {len(f)} inputs. Joint "
+                    "covariances need outputs (N, C), as in regression."
                 )
             M, index = len(f), torch.arange(len(f), device=f.device)
             if q is not None:
@@ -393,7 +393,7 @@ class OutputCovariance:
         N = num_examples(x)
         if f.dim() < 2 or (N is not None and len(f) != N):
             raise NotImplementedError(
-                f"The model returned shape {tuple(f.shape)} for {N} examples; covariances support "
+                f"The model returned shape {tuple(f.shape)} for {N} examples. Covariances need "
                 "outputs (N, C), or (N, ..., C) with several positions."
             )
 
@@ -408,7 +408,7 @@ def default_memory(device: torch.device) -> int:
 def check_not_empty(x: Any) -> None:
     """Raise a ValueError for a batch without examples."""
     if num_examples(x) == 0:
-        raise ValueError("The batch has no examples; leave it out.")
+        raise ValueError("The batch has no examples. Omit it.")
 
 
 def check_positions(positions: Tensor | None, outputs: torch.Size) -> Tensor:
@@ -422,13 +422,14 @@ def check_positions(positions: Tensor | None, outputs: torch.Size) -> Tensor:
         return torch.ones(outputs[:-1], dtype=torch.bool)
     if positions.dtype != torch.bool:
         raise TypeError(
-            f"positions has dtype {positions.dtype}; a boolean mask is needed, for example "
+            f"positions has dtype {positions.dtype}. Pass a boolean mask, for example "
             "positions.bool()."
         )
     if positions.shape != outputs[:-1] or not positions.any():
         raise ValueError(
-            f"positions is a mask {tuple(positions.shape)} with {int(positions.sum())} positions; "
-            f"the outputs {tuple(outputs)} need {tuple(outputs[:-1])}, with at least one."
+            f"positions has shape {tuple(positions.shape)} and selects {int(positions.sum())} "
+            f"positions. Outputs {tuple(outputs)} need shape {tuple(outputs[:-1])} and at least "
+            "one position."
         )
     return positions
 
@@ -448,14 +449,16 @@ def check_classes(classes: Tensor | None, shape: tuple[int, ...], C: int) -> Ten
     if classes is None:
         return None
     if classes.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"classes has dtype {classes.dtype}; indices must be integers.")
+        raise TypeError(f"classes has dtype {classes.dtype}. Pass integers.")
     if not classes.numel() or (classes.dim() != 1 and classes.shape[:-1] != shape):
         raise ValueError(
-            f"classes has shape {tuple(classes.shape)}; (K,) is needed, or {(*shape, 'K')} for "
-            "those of each position."
+            f"classes has shape {tuple(classes.shape)}. Pass (K,), or {(*shape, 'K')} for separate "
+            "classes at each position."
         )
     wrong = classes[(classes < 0) | (classes >= C)]
     if len(wrong):
-        raise ValueError(f"classes has the index {int(wrong[0])}; the outputs are 0 to {C - 1}.")
+        raise ValueError(
+            f"classes has the index {int(wrong[0])}, but the outputs are 0 to {C - 1}."
+        )
     K = classes.shape[-1]
     return classes.long().reshape(-1, K).expand(math.prod(shape), K)

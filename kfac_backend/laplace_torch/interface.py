@@ -159,7 +159,7 @@ def _check_sum(factors: KroneckerFactors, N: int) -> None:
     tied = [n for n, b in factors.blocks.items() if b.A is not None and b.num_terms is None]
     if tied and factors.num_data != N:
         raise NotImplementedError(
-            f"Parameter '{tied[0]}' is used in two ways; the factors of its batches cannot be "
-            "added. Fit with marglik.KronLaplace, which passes over all the data at once, or "
-            "freeze it (requires_grad_(False))."
+            f"Parameter '{tied[0]}' is used in two ways, so the factors of different batches "
+            "cannot be added. Fit with marglik.KronLaplace, which passes over all the data at "
+            "once, or freeze it (requires_grad_(False))."
         )

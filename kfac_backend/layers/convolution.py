@@ -47,8 +47,8 @@ class ImageRule(WeightSharingRule):
         axes = len(self.layer.kernel_size)
         if a.dim() != axes + 2:
             raise ValueError(
-                f"{self.layer} got shape {tuple(a.shape)}; needs a batch {SHAPES[axes]}. For one "
-                "example add the axis: x[None]."
+                f"{self.layer} got shape {tuple(a.shape)}, but needs a batch {SHAPES[axes]}. For "
+                "one example add the axis: x[None]."
             )
 
 
@@ -101,8 +101,8 @@ class ConvTransposeRule(ImageRule):
         """Refuse padding by which the kernel also fits where there is no input pixel."""
         if any(p >= s for p, s in zip(layer.output_padding, layer.stride, strict=True)):
             raise NotImplementedError(
-                f"{layer} has an output_padding of at least its stride; use a smaller one, or "
-                "freeze it (requires_grad_(False))."
+                f"{layer} has an output_padding that is not smaller than its stride. Use a smaller "
+                "one, or freeze the layer (requires_grad_(False))."
             )
 
     def make_sums(self) -> None:
@@ -141,8 +141,8 @@ class ConvTransposeRule(ImageRule):
         inputs, outputs = tuple(use.a.shape[2:]), tuple(b.shape[2:])
         if self._sizes.setdefault(inputs, outputs) != outputs:
             raise NotImplementedError(
-                f"{self.layer} makes outputs of sizes {self._sizes[inputs]} and {outputs} from "
-                f"inputs of size {inputs}; covariances support one output_size. Use separate "
+                f"{self.layer} returns outputs of sizes {self._sizes[inputs]} and {outputs} from "
+                f"inputs of size {inputs}. Covariances support one output_size. Use separate "
                 "layers."
             )
         return super().position_gradients(use, b)

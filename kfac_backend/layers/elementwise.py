@@ -121,9 +121,9 @@ class ChannelsRule(ExactRule):
         feature_axes, rows = self.own_axes(b.dim()), 1 if use.rows is None else len(use.rows.axes)
         if rows > self.own_axes(b.dim() + rows - 1).start:
             raise NotImplementedError(
-                f"{self.layer} has separate parameters along an axis that examples_of_rows or "
-                f"counted_positions takes for rows: one of the first {rows}. Call the layer "
-                "outside of it, or flatten the rows to one axis."
+                f"{self.layer} has separate parameters along one of the first {rows} axes, which "
+                "are rows in examples_of_rows or counted_positions. Call the layer outside of "
+                "this context, or flatten the rows to one axis."
             )
         # ∂f/∂w = Σ z ∘ b and ∂f/∂bias = Σ b, over all axes but the first that share the parameter.
         axes = [axis for axis in range(1, b.dim()) if axis not in feature_axes]

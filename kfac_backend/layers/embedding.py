@@ -35,10 +35,10 @@ class EmbeddingRule(WeightSharingRule):
         tokens = self.layer.num_embeddings
         if self.mode == "reduce" and not self.is_diagonal and tokens > LARGEST_VOCABULARY:
             raise NotImplementedError(
-                f"{self.layer} in reduce mode needs a dense matrix of {tokens}×{tokens} tokens; at "
-                f"most {LARGEST_VOCABULARY} tokens are supported. Keep its diagonal "
-                f"(diagonal_above={LARGEST_VOCABULARY}), or take expand for this layer, which "
-                "needs only counts: kfac_approx={'NAME OF THE LAYER': 'expand', '*': 'reduce'}."
+                f"{self.layer} in reduce mode needs a dense matrix of {tokens}×{tokens} tokens, "
+                f"but at most {LARGEST_VOCABULARY} tokens are supported. Keep only its diagonal "
+                f"(diagonal_above={LARGEST_VOCABULARY}). Or choose expand for this layer, which "
+                "only needs counts: kfac_approx={'NAME OF THE LAYER': 'expand', '*': 'reduce'}."
             )
 
     @classmethod
@@ -46,8 +46,8 @@ class EmbeddingRule(WeightSharingRule):
         """Refuse max_norm, which changes the weight in a forward pass, and scaled gradients."""
         if layer.max_norm is not None or layer.scale_grad_by_freq:
             raise NotImplementedError(
-                f"{layer} has max_norm or scale_grad_by_freq, so that its gradient is not that of "
-                "a linear layer. Leave them out, or freeze it (requires_grad_(False))."
+                f"{layer} has max_norm or scale_grad_by_freq, so its gradient is not the gradient "
+                "of a linear layer. Omit these options, or freeze it (requires_grad_(False))."
             )
 
     def gram(self, of_rows: bool) -> Gram:

@@ -425,8 +425,8 @@ class FactorSum:
             self.num_terms += sums.shape[1]
         elif self._by_roots != by_roots:
             raise NotImplementedError(
-                "A weight's inputs are scaled by 1/√R_n in one use (examples_of_rows) and not in "
-                "another. Use examples_of_rows in all of its uses, or in none."
+                "One use of a weight scales its inputs by 1/√R_n (examples_of_rows), but another "
+                "use does not. Use examples_of_rows in all uses or in none."
             )
         self._positions = self._positions + positions
         self.add(sums)

@@ -94,15 +94,15 @@ def register_rule(*layer_types: type[nn.Module]) -> Callable[[T], T]:
     for layer_type in layer_types or [None]:
         if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
             raise TypeError(
-                f"register_rule got {layer_type!r}; it needs a class derived from nn.Module: "
+                f"register_rule got {layer_type!r}. Pass a class derived from nn.Module: "
                 "@register_rule(MyLinear)."
             )
 
     def register(rule: T) -> T:
         if not issubclass(rule, Rule | LayerByParts):
             raise TypeError(
-                f"{rule.__name__} is no rule; derive it from Rule, WeightSharingRule or "
-                "LayerByParts, all of kfac_backend.layers."
+                f"{rule.__name__} is not a rule. Derive it from Rule, WeightSharingRule or "
+                "LayerByParts of kfac_backend.layers."
             )
         RULES.update(dict.fromkeys(layer_types, rule))
         return rule

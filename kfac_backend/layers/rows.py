@@ -191,7 +191,7 @@ def counted_positions(mask: Tensor | None) -> Iterator[None]:
         return
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"The mask has dtype {mask.dtype}; it must be boolean, for example mask.bool()."
+            f"The mask has dtype {mask.dtype}. Pass a boolean mask, for example mask.bool()."
         )
     numbers = torch.arange(len(mask), device=mask.device).view(-1, *[1] * (mask.dim() - 1))
     index = torch.where(mask, numbers, -1)
@@ -252,13 +252,13 @@ def _checked(
 ) -> Rows:
     """The rows of an index with -1 for those that do not count, if all its numbers are right."""
     if index.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"The examples of rows have dtype {index.dtype}; they must be integers.")
+        raise TypeError(f"The examples of rows have dtype {index.dtype}. Pass integers.")
     flat = index.detach().flatten().long()
     smallest, largest = (int(v) for v in torch.aminmax(flat)) if len(flat) else (0, -1)
     if smallest < -1 or largest >= N:
         raise ValueError(
-            f"A row belongs to example {smallest if smallest < -1 else largest}, but there are "
-            f"{N} examples; numbers must be 0 to N - 1, or -1 for rows that do not count."
+            f"A row has the example number {smallest if smallest < -1 else largest}, but there are "
+            f"{N} examples. Pass numbers from 0 to N - 1, or -1 for rows that do not count."
         )
     examples = torch.where(flat < 0, N, flat)
     weights = None if weights is None else weights.expand(index.shape).flatten()

@@ -247,9 +247,9 @@ class KFAC(Optimizer):
         """
         if self.preconditioner.takes_loss_gradients:
             raise ValueError(
-                "fisher='empirical' takes the gradients of the loss that a GradScaler has scaled. "
-                "Pass fisher='mc'; in bfloat16, without a scaler, leave Lightning's clipping out, "
-                "which asks for it, too."
+                "fisher='empirical' would use gradients of a loss that a GradScaler has scaled. "
+                "Pass fisher='mc'. In bfloat16, without a scaler, remove Lightning's clipping, "
+                "which also reads the scaler."
             )
         return False
 
@@ -308,16 +308,16 @@ class KFAC(Optimizer):
         missing = [name for name in names if any(name not in group for group in groups)]
         if missing:
             raise ValueError(
-                f"The state is of another base optimiser than {type(self.base).__name__}: it has "
-                f"no {missing[0]!r}. Pass the same `base`."
+                f"The state belongs to another base optimiser than {type(self.base).__name__}: it "
+                f"has no {missing[0]!r}. Pass the same `base`."
             )
         theirs, ours = (
             [len(g["params"]) for g in groups] for groups in (groups, self.param_groups)
         )
         if theirs != ours:
             raise ValueError(
-                f"The state has {len(theirs)} groups of {theirs} parameters, and this optimiser "
-                f"{len(ours)} groups of {ours}. Make the same groups first (params, "
+                f"The state has {len(theirs)} groups of {theirs} parameters, but this optimiser "
+                f"has {len(ours)} groups of {ours}. Create the same groups first (params, "
                 "add_param_group)."
             )
         for i, p in zip(_parameters(state), _parameters(self.base), strict=True):
@@ -326,18 +326,18 @@ class KFAC(Optimizer):
                     continue
                 if is_part(value) and not is_part(p):
                     raise ValueError(
-                        f"The state's {name!r} is spread over ranks, and its parameter is whole. "
+                        f"The state's {name!r} is sharded over ranks, but its parameter is whole. "
                         "Save kfac_backend.sharding.gathered_state(optimizer.state_dict())."
                     )
                 there, here = (f"{tuple(t.shape)} in {t.dtype}" for t in (value, p))
                 if there != here:
                     raise ValueError(
-                        f"The state's {name!r} is {there}, and its parameter {here}. Load the "
+                        f"The state's {name!r} is {there}, but its parameter is {here}. Load the "
                         "state as it was saved, with the same model and dtype."
                     )
                 if not local_part(value).isfinite().all():
                     raise ValueError(
-                        f"The state's {name!r} holds NaN or infinity. Load another checkpoint."
+                        f"The state's {name!r} contains NaN or infinity. Load another checkpoint."
                     )
         part = state.get("part") or {}
         return {"the loaded step of the momentum": part.get("step")}
@@ -359,8 +359,9 @@ def _check_group(group: Any) -> None:
     wrong = [n for n in (*ours, "exclude", "mean_over", "seed", "process_group") if n in group]
     if wrong:
         raise ValueError(
-            f"A group has {', '.join(map(repr, wrong))}, which K-FAC takes for all groups alike, "
-            "in its constructor. Dampings by parameter: preconditioner.damping = {name: λ}."
+            f"A group has {', '.join(map(repr, wrong))}, which K-FAC only supports for all groups "
+            "together. Pass it to the constructor. To set dampings by parameter: "
+            "preconditioner.damping = {name: λ}."
         )
 
 

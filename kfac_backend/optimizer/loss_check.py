@@ -66,8 +66,8 @@ class LossCheck:
         likelihood = self._task.likelihood
         if likelihood.needs_targets:
             raise NotImplementedError(
-                f"The curvature of likelihood '{likelihood}' depends on the targets, which "
-                "K-FAC's steps do not know. Train with another optimiser."
+                f"The curvature of likelihood '{likelihood}' depends on the targets, which are not "
+                "available to K-FAC's steps. Train with another optimiser."
             )
         if likelihood.kind != "classes":
             y = f.new_zeros(likelihood.target_shape(f))
@@ -149,14 +149,14 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> 
             continue
         if name != likelihood.name:
             return (
-                f"The loss's gradient at the outputs is that of likelihood {name!r}, and K-FAC was "
-                f"given '{likelihood}', which has another curvature. Pass {name!r}."
+                f"The gradient of the loss belongs to likelihood {name!r}, but K-FAC has "
+                f"likelihood '{likelihood}', whose curvature is different. Pass {name!r}."
             )
         if number > 1 and abs(s - 1) < tolerance:
             return (
-                f"The loss is a sum over {number} terms (reduction='sum'?), and K-FAC takes it to "
-                f"be their mean: damping, kl_clip and learning rate meet gradients {number} times "
-                "as long. Use the mean."
+                f"The loss is a sum over {number} terms (reduction='sum'?), but K-FAC expects "
+                f"their mean. The gradients are {number} times too large for damping, kl_clip and "
+                "learning rate. Use the mean."
             )
         return ""
     if likelihood.name != "classification":
@@ -164,15 +164,15 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> 
     # Step 3: no cross-entropy at all, or one that weighs the classes.
     if g.sum(-1).abs().sum() > 0.1 * g.abs().sum():  # those of a softmax sum to 0
         return (
-            "The loss's gradient at the outputs is not that of a cross-entropy of logits, and "
-            "K-FAC was given likelihood 'classification', which has another curvature. Pass the "
-            "likelihood of the loss; let the model return logits, not probabilities."
+            "The gradient of the loss is not the gradient of a cross-entropy of logits, but K-FAC "
+            "has likelihood 'classification', whose curvature is different. Pass the likelihood "
+            "of the loss, and let the model return logits instead of probabilities."
         )
     if _weighs_classes(g, d, y, tolerance):
         return (
-            "The loss weighs the classes (weight=...), and the curvature of likelihood "
-            "'classification' counts them alike. Draw the classes as often as they are to count (a "
-            "WeightedRandomSampler), and use no weights."
+            "The loss has class weights (weight=...), but the curvature of likelihood "
+            "'classification' counts all classes equally. Remove the weights, and draw the "
+            "classes with these frequencies instead (a WeightedRandomSampler)."
         )
     return ""
 

@@ -209,8 +209,8 @@ class KfacPreconditioner:
         preconditioned = self._not_excluded()
         if _any_trained(self._parameters) and not _any_trained(preconditioned):
             raise ValueError(
-                f"exclude={exclude!r} leaves no parameter to precondition. Exclude fewer, or train "
-                "with another optimiser."
+                f"exclude={exclude!r} leaves no parameter to precondition. Exclude fewer "
+                "parameters, or train with another optimiser."
             )
         device = next((p.device for p in model.parameters()), "cpu")
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -297,7 +297,7 @@ class KfacPreconditioner:
         options = self.options
         if options.kl_clip is not None and lr is None:
             raise ValueError(
-                f"kl_clip={options.kl_clip} needs the learning rate, the highest of its schedule: "
+                f"kl_clip={options.kl_clip} needs the learning rate (the maximum of its schedule): "
                 "step(lr=...). Or pass kl_clip=None."
             )
         if not checked:
@@ -357,9 +357,9 @@ class KfacPreconditioner:
         for p in params:
             if id(p) not in names:
                 raise ValueError(
-                    f"A tensor of shape {tuple(p.shape)} is no parameter of the model "
-                    f"({type(self._model).__name__}). K-FAC trains one model: give it that model's "
-                    "own parameters, and train others with another optimiser."
+                    f"A tensor of shape {tuple(p.shape)} is not a parameter of the model "
+                    f"({type(self._model).__name__}). K-FAC trains one model. Pass only this "
+                    "model's parameters, and train others with another optimiser."
                 )
         return {names[id(p)]: p for p in params}
 
@@ -464,24 +464,24 @@ class KfacPreconditioner:
         for name in dict.fromkeys([*ours, *theirs]):
             if theirs.get(name) != ours.get(name):
                 raise ValueError(
-                    f"The state is of another optimiser or K-FAC: {name} is {theirs.get(name)} "
-                    f"there and {ours.get(name)} here. Load it with the model and the options that "
-                    "it was saved with."
+                    f"The state belongs to another optimiser or K-FAC: {name} is "
+                    f"{theirs.get(name)} there and {ours.get(name)} here. Load it with the same "
+                    "model and options."
                 )
         for name, tensors in [*state["blocks"].items(), *state["inverses"].items()]:
             dtype = torch.promote_types(self._parameters[name].dtype, torch.float32)
             for tensor in tensors.values():
                 if tensor.dtype != dtype:
                     raise ValueError(
-                        f"The state's factors of '{name}' are in {tensor.dtype}, and those of this "
-                        f"model in {dtype}: the state was cast. Load it as it was saved."
+                        f"The state's factors of '{name}' are in {tensor.dtype}, but this model's "
+                        f"factors are in {dtype}: the state was cast. Load it as it was saved."
                     )
         try:
             self._check_values(state)
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"The state of K-FAC is damaged: {error}. Load another checkpoint, or leave the "
-                "state out to make new factors in the first step."
+                f"The state of K-FAC is damaged: {error}. Load another checkpoint, or omit the "
+                "state to compute new factors in the first step."
             ) from error
         one = {"the loaded step of K-FAC": state["step"]}
         return one if self.ranks.size == 1 else one | {"the loaded state of K-FAC": digest(state)}
@@ -502,7 +502,7 @@ class KfacPreconditioner:
             block = KroneckerBlock(name, tensors["B"], tensors.get("A"))
             block.check_semidefinite()
             if not block.fits(self._parameters[name].shape):
-                raise ValueError(f"the block of '{name}' is of another shape: {block}")
+                raise ValueError(f"the block of '{name}' has another shape: {block}")
         for name, inverse in inverses.items():
             for kind, tensor in inverse.items():
                 of_basis = kind.startswith("Q")
@@ -694,7 +694,7 @@ def _check_has_all(damping: Mapping[str, float], names: Sequence[str]) -> None:
     missing = [name for name in names if name not in damping]
     if missing:
         raise ValueError(
-            f"There is no damping for '{missing[0]}'; give one number, or one for each of the "
+            f"There is no damping for '{missing[0]}'. Pass one number, or one for each of the "
             f"{len(names)} preconditioned parameters (names)."
         )
 
@@ -706,7 +706,7 @@ def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
-                f"exclude: no parameter fits {pattern!r}; there are {', '.join(names)}."
+                f"exclude: no parameter matches {pattern!r}. The parameters are {', '.join(names)}."
             )
     return frozenset(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
 

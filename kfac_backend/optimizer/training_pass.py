@@ -176,10 +176,10 @@ class TrainingPass:
         if sums is None or not sums.num_data:
             self.reset()
             raise RuntimeError(
-                "No backward pass through the model's output was seen since the last step, so that "
-                "there is no curvature. Call the very module that K-FAC was given (not a copy, nor "
-                "one that was compiled from it) with gradients, and loss.backward(), before "
-                "step(). Two K-FACs of one model hide it from each other: give one all parameters."
+                "There was no backward pass through the model's output since the last step, so "
+                "there is no curvature. Before step(), call the module that K-FAC was given with "
+                "gradients, and loss.backward(). A copy or a module compiled from it does not "
+                "work. Two K-FACs of one model also do not work: give one K-FAC all parameters."
             )
         number = max(sums.num_loss_terms if self._loss.mean_over == "terms" else sums.num_data, 1)
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
@@ -234,8 +234,8 @@ class TrainingPass:
         if self.trained.assigned != trained:
             if self.driver.state.num_data:
                 raise RuntimeError(
-                    "Parameters were frozen or unfrozen between the batches of one step. Do it "
-                    "between two steps."
+                    "Parameters were frozen or unfrozen between the batches of one step. Freeze "
+                    "or unfreeze them between two steps."
                 )
             self.driver.proof = Proof(self._model, self.trained.assign())
         if torch.compiler.is_dynamo_compiling():
@@ -326,9 +326,10 @@ class TrainingPass:
         f, forward.f = forward.f, None
         if f is None or self._now is not forward:
             raise RuntimeError(
-                "A backward pass came to an output of the model for a second time, or not to its "
-                "latest. The curvature needs one backward pass after each forward pass: put the "
-                "examples into one batch, add the losses up, or run the others with paused()."
+                "A backward pass reached an output of the model for a second time, or an output "
+                "of an earlier forward pass. The curvature needs one backward pass after each "
+                "forward pass. Put the examples into one batch, add the losses, or run the other "
+                "passes with paused()."
             )
         # Labels cannot be drawn from NaN, and on a GPU the attempt would end the process.
         if not torch.isfinite(f).all():
@@ -378,7 +379,7 @@ class TrainingPass:
         self.reset()
         if others:
             raise RuntimeError(
-                "The model ran with gradients and without a backward pass, between the batches of "
+                "The model ran with gradients but without a backward pass, between the batches of "
                 "one step. Run it under torch.no_grad(), or with paused()."
             )
 
@@ -416,8 +417,9 @@ class TrainedParameters:
         if without:
             self._named |= without
             warnings.warn(
-                f"No K-FAC rule for {', '.join(n for n in self.parameters if n in without)}: "
-                "trained with the plain gradient. Exclude them to say the same.",
+                "No K-FAC rule for "
+                f"{', '.join(n for n in self.parameters if n in without)}. Steps use the plain "
+                "gradient there. To turn this warning off, exclude these parameters.",
                 stacklevel=2,
             )
         return assignment
@@ -441,8 +443,8 @@ class TrainedParameters:
                     self._prove_on(driver, some, its_mask)
         except NotImplementedError as error:
             raise NotImplementedError(
-                f"{error} Or leave its parameters out of the preconditioning (exclude): they then "
-                "train with their plain gradients."
+                f"{error} Or exclude its parameters from the preconditioning (exclude). They are "
+                "then trained with their plain gradients."
             ) from error
 
     def _prove_on(self, driver: Driver, x: Any, mask: Tensor | None) -> None:
@@ -467,8 +469,8 @@ class TrainedParameters:
             if not self._named.issuperset(followed):
                 self._named.update(followed)
                 warnings.warn(
-                    f"No hook sees the uses of {', '.join(followed)}: trained with the plain "
-                    "gradient. Leave them out (exclude) to say the same.",
+                    f"No hook captures the uses of {', '.join(followed)}. Steps use the plain "
+                    "gradient there. To turn this warning off, exclude these parameters.",
                     stacklevel=2,
                 )
             proof.assignment = _only_with_hooks(assignment, followed)
@@ -476,9 +478,10 @@ class TrainedParameters:
 
 def _refuse_compiled(name: str) -> None:
     raise NotImplementedError(
-        f"The model ({name}) runs in code that torch.compile made, where no hook sees its layers. "
-        "Give K-FAC the compiled model itself (torch.compile(model), not model.compile()), or "
-        "compile the model's parts: steps with new factors then run as Python, all others compiled."
+        f"The model ({name}) runs in code made by torch.compile, in which hooks on its layers have "
+        "no effect. Give K-FAC the compiled model (torch.compile(model), not model.compile()), or "
+        "compile parts of the model. Steps with new factors then run as Python, and all other "
+        "steps run compiled."
     )
 
 

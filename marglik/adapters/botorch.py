@@ -55,7 +55,7 @@ class LaplaceModel(Model):
         if posterior.likelihood.name != "regression":
             raise ValueError(
                 f"The posterior's likelihood is '{posterior.likelihood}', but BoTorch's models are "
-                "Gaussian; use a network with likelihood 'regression'."
+                "Gaussian. Use a network with likelihood 'regression'."
             )
         posterior.fitted_curvature()
         self.laplace = posterior

@@ -61,8 +61,9 @@ class LearnedAugmentation(nn.Module):
         """The names of all ranges."""
         if not self.names or len(set(self.names)) < len(self.names) or copies < 1:
             raise ValueError(
-                f"LearnedAugmentation needs transforms with ranges of different names and at least "
-                f"one copy, not {self.transforms} and copies={copies}."
+                f"LearnedAugmentation got the transforms {self.transforms} and copies={copies}. "
+                "The ranges of all transforms need different names, and copies must be at least "
+                "1."
             )
         self.largest = torch.tensor([v for t in self.transforms for v in t.largest])
         """The largest value of each range, (K,)."""
@@ -84,7 +85,7 @@ class LearnedAugmentation(nn.Module):
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"LearnedAugmentation transforms tensors (N, ...), not {type(x).__name__}. Wrap "
-                "the part of your network that takes one."
+                "only the part of your network whose input is a tensor."
             )
         N, S = len(x), self.copies
         rows, weights = self.transformed(x).flatten(0, 1), self._weights()

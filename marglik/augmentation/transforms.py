@@ -32,7 +32,7 @@ class Transform(ABC):
         unknown = [name for name in names if name not in self.limits]
         if unknown:
             raise ValueError(
-                f"{type(self).__name__} has no range {unknown[0]!r}; it has "
+                f"{type(self).__name__} has no range {unknown[0]!r}. It has "
                 f"{', '.join(map(repr, self.limits))}."
             )
         self.names = names or tuple(self.limits)
@@ -130,7 +130,7 @@ class Color(Transform):
         }
         if ("saturation" in changes or "hue" in changes) and (x.dim() != 4 or x.shape[1] != 3):
             raise ValueError(
-                f"Saturation and hue need images (N, 3, H, W), not shape {tuple(x.shape)}; take "
+                f"Saturation and hue need images (N, 3, H, W), not shape {tuple(x.shape)}. Pass "
                 "Color('brightness', 'contrast')."
             )
         if "contrast" in changes:

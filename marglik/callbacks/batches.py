@@ -102,10 +102,11 @@ class StepInputs:
             ours, theirs = _numbers(self._first), _numbers(self._input_of(args, kwargs))
             if difference := _difference(ours, theirs):
                 warnings.warn(
-                    f"The network's inputs in the first training batch {difference}. The evidence "
-                    "is then not that of the training data. Change batches in the data set, in "
-                    "the trainer's transfer hooks or in the training step before it calls the "
-                    "network, and not in other hooks or callbacks.",
+                    f"The network's inputs in the first training batch {difference}. The "
+                    "curvature and the evidence therefore use other inputs than the training. "
+                    "Change batches in the data set, in the trainer's transfer hooks, or in the "
+                    "training step before it calls the network. Other hooks and callbacks have "
+                    "no effect on curvature passes.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -115,9 +116,9 @@ class StepInputs:
         if self._handle is not None:
             self.close()
             warnings.warn(
-                f"The training step did not call {name}. Curvature passes call it with the "
-                "batches' own inputs, which may differ from those of training. Pass the network "
-                "that the training step calls.",
+                f"The training step did not call {name}. Curvature passes call it with the inputs "
+                "of the batches, which may differ from the inputs of the training. Pass the "
+                "network that the training step calls.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -172,7 +173,7 @@ def _difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
     """How two batches of a network's inputs differ beyond chance; None if they do not."""
     if [t.dim() for t in ours] != [t.dim() for t in theirs]:
         shapes = [" and ".join(str((*t.shape,)) for t in ts) or "none" for ts in (ours, theirs)]
-        return f"have other axes than in the curvature's passes: {shapes[1]}, not {shapes[0]}"
+        return f"have axes {shapes[1]}, and the curvature passes use {shapes[0]}"
     for a, b in zip(ours, theirs, strict=True):
         a, b = (t.double().reshape(len(t), -1) for t in (a, b))
         if (a.shape == b.shape and torch.allclose(a, b, 1e-2, 1e-3)) or min(len(a), len(b)) < 4:
@@ -188,7 +189,7 @@ def _difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
             if difference > MOST_DEVIATIONS * errors + 0.05 * unit:
                 values = [t.mean() for t in (means if name == "mean" else squares)]
                 return (
-                    f"differ from those of the curvature's passes: their {name} is "
-                    f"{values[1]:.4g}, not {values[0]:.4g}"
+                    f"differ from the inputs of the curvature passes: their {name} is "
+                    f"{values[1]:.4g} instead of {values[0]:.4g}"
                 )
     return None

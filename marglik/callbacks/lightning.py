@@ -94,20 +94,20 @@ class MarginalLikelihood(Callback):
         """Check the module, its optimiser and the dataloader."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
-                f"The module has {len(trainer.optimizers)} optimisers; MarginalLikelihood supports "
-                "one, whose step needs the gradients of all parameters."
+                f"The module has {len(trainer.optimizers)} optimisers. MarginalLikelihood supports "
+                "one optimiser, because its step needs the gradients of all parameters."
             )
         network = self._network_of(pl_module)
         if not isinstance(network, nn.Module):
             raise ValueError(
-                f"network={self._network!r} is not a module of {type(pl_module).__name__}; it has "
-                f"{', '.join(name for name, _ in pl_module.named_children())}."
+                f"network={self._network!r} is not a module of {type(pl_module).__name__}. Its "
+                f"modules are {', '.join((name for name, _ in pl_module.named_children()))}."
             )
         if is_sharded(network) and trainer.checkpoint_callbacks:
             raise NotImplementedError(
-                "Checkpoints of a network under ModelParallelStrategy do not hold its average. "
-                "Train it with Trainer(enable_checkpointing=False), or save in a loop of your own "
-                "with PriorLearner (kfac_backend.sharding.gathered_state)."
+                "With ModelParallelStrategy, checkpoints do not contain the average of the "
+                "parameters. Pass Trainer(enable_checkpointing=False). To save checkpoints, use "
+                "PriorLearner in your own training loop (kfac_backend.sharding.gathered_state)."
             )
         _loader_and_keys(trainer)
         self._inputs, self._other = None, []  # of an earlier run, which an exception may have ended
@@ -127,8 +127,8 @@ class MarginalLikelihood(Callback):
             limit, epochs = steps * trainer.accumulate_grad_batches, None
         elif limit is None and epochs is None:
             raise ValueError(
-                "The training dataloader has no length, and neither the number of epochs nor that "
-                "of steps is known. Pass Trainer(max_steps=...), or limit_train_batches=, the "
+                "The training dataloader has no length, and the numbers of epochs and steps are "
+                "unknown. Pass Trainer(max_steps=...) or Trainer(limit_train_batches=...), the "
                 "number of batches in an epoch."
             )
         elif steps != -1 and pl_module.automatic_optimization:
@@ -161,17 +161,17 @@ class MarginalLikelihood(Callback):
             self.learner.load_state_dict(state)
         elif trainer.global_step:
             warnings.warn(
-                f"The checkpoint has no state of MarginalLikelihood. The weight decays start anew, "
-                f"in epoch {trainer.current_epoch}. Resume from a checkpoint that was written with "
-                "this callback to continue them.",
+                "The checkpoint contains no state of MarginalLikelihood. The weight decays start "
+                f"from their initial values in epoch {trainer.current_epoch}. To continue them, "
+                "resume from a checkpoint that was written with this callback.",
                 RuntimeWarning,
                 stacklevel=2,
             )
         elif trained is not None and trained.model is network:
             warnings.warn(
-                "This fit() trains the same network again, and its weight decays start anew. To "
-                "continue them, raise trainer.fit_loop.max_epochs of the first trainer, or pass "
-                "ckpt_path.",
+                "This call of fit() trains the same network again. The weight decays start from "
+                "their initial values. To continue them, raise trainer.fit_loop.max_epochs of "
+                "the first trainer, or pass ckpt_path.",
                 RuntimeWarning,
                 stacklevel=2,
             )

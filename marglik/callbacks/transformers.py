@@ -178,16 +178,16 @@ class MarginalLikelihood(TrainerCallback):
             saved = checkpoints.load()
             if saved["parameters"] != _fingerprint(model):
                 raise ValueError(
-                    f"{checkpoints.folder} is not the prior of the checkpoint that is resumed: it "
-                    "was saved with other parameters. The prior is looked for in output_dir; set "
-                    "output_dir to the folder of the run that is resumed, or copy its checkpoint "
-                    "there."
+                    f"{checkpoints.folder} does not belong to the resumed checkpoint: it was saved "
+                    "with other parameters. The state of the prior is read from output_dir. Set "
+                    "output_dir to the folder of the resumed run, or copy its checkpoint there."
                 )
             self.learner.load_state_dict(saved["prior"])
         elif not had_no_step and self.learner.problem.model is model:
             warnings.warn(
-                "This train() trains the same model again, and its weight decays start anew. To "
-                "continue them, train for more epochs with resume_from_checkpoint.",
+                "This call of train() trains the same model again. The weight decays start from "
+                "their initial values. To continue them, train for more epochs with "
+                "resume_from_checkpoint.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -284,25 +284,26 @@ def _check_shard(loader: Any, size: int) -> None:
     shard: Any = getattr(loader, "batch_sampler", None)
     if not isinstance(shard, BatchSamplerShard) or shard.num_processes != size:
         raise NotImplementedError(
-            f"The training dataloader, {type(loader).__name__}, is not one of {size} shards of a "
-            "dataset with a length, one for each process. Train on such a dataset, without "
-            "dispatch_batches, batch_rebalance or parallelism within the model; or in one process."
+            f"The training dataloader, {type(loader).__name__}, does not split a dataset with a "
+            f"length into {size} shards, one for each process. Use such a dataset, without "
+            "dispatch_batches, batch_rebalance or parallelism within the model. Or train in one "
+            "process."
         )
     sampler: Any = shard.batch_sampler.sampler
     in_common = isinstance(sampler, SequentialSampler | SeedableRandomSampler)
     if not in_common and getattr(sampler, "generator", None) is None:
         raise NotImplementedError(
-            f"The sampler, {type(sampler).__name__}, draws from torch's own generator, from which "
-            "processes draw different numbers in an update: their shards would overlap. Do not "
-            "group examples by length, or take a sampler with a generator."
+            f"The sampler, {type(sampler).__name__}, draws from torch's global generator. During "
+            "an update each process draws different numbers, so the shards would overlap. Do not "
+            "group examples by length, or use a sampler with its own generator."
         )
     N = len(sampler)
     together = shard.batch_sampler.batch_size * (1 if shard.split_batches else size)
     if N % together and not shard.drop_last:
         raise ValueError(
-            f"{N} examples are no multiple of the {together} of a step of {size} processes, whose "
-            "dataloaders repeat some to give each the same number; they would count twice. Pass "
-            "TrainingArguments(dataloader_drop_last=True), which leaves the rest out."
+            f"{N} examples are not a multiple of the {together} examples in a step of {size} "
+            "processes. The dataloaders would repeat some examples, and these would count twice. "
+            "Pass TrainingArguments(dataloader_drop_last=True) to omit the last incomplete step."
         )
 
 

@@ -207,7 +207,7 @@ def split_batches(
     examples: Pair | None = getattr(splits, split)
     if examples is None:
         raise ValueError(
-            f"{splits.name} has no {split} examples; split some off, for example with "
+            f"{splits.name} has no {split} examples. Split some off, for example with "
             "--data.validation 0.1."
         )
     if splits.mean is not None and splits.std is not None:
@@ -215,6 +215,6 @@ def split_batches(
         options |= {"augment": augment, "channels_last": channels_last}
     elif augment or channels_last:
         raise ValueError(
-            f"{splits.name} holds no images; augment and channels_last are for images."
+            f"{splits.name} contains no images. augment and channels_last are for images."
         )
     return Batches(*examples, batch_size, **options)

@@ -56,8 +56,8 @@ class TableEncoding:
         columns = [*self.numbers, *self.texts]
         if lacking := [column for column in columns if column not in frame]:
             raise ValueError(
-                f"{name} lacks the column(s) {', '.join(lacking)}; the network was trained on "
-                f"{', '.join(columns)}, in any order."
+                f"{name} lacks the column(s) {', '.join(lacking)}. The network was trained on "
+                f"{', '.join(columns)}. The order does not matter."
             )
         # A list, as the names of encoded columns may be equal: a = "b_c" and a_b = "c".
         inputs, absent, problems = [], frame[columns].isna(), []
@@ -83,7 +83,7 @@ class TableEncoding:
                     f"where the training data has {', '.join(expected)}"
                 )
         if problems:
-            raise ValueError(f"{name}: {'; '.join(problems)}. Correct these rows, or drop them.")
+            raise ValueError(f"{name}: {'; '.join(problems)}. Correct or remove these rows.")
         inputs += [absent[column] for column in self.missing]
         with np.errstate(over="ignore"):  # infinite values are named later
             x = [values.to_numpy(dtype="float64").astype("float32") for values in inputs]
@@ -128,8 +128,8 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
         # Of names without a comma. First, as rows with decimal commas would be misread.
         if len(header) == 1 and (separators := [s for s in SEPARATORS if s in header[0]]):
             raise ValueError(
-                f"its columns are separated by {separators[0]!r} instead of commas; save it with "
-                f"commas, as by pandas.read_csv(path, sep={separators[0]!r}).to_csv(path, "
+                f"its columns are separated by {separators[0]!r} instead of commas. Save it with "
+                f"commas, for example by pandas.read_csv(path, sep={separators[0]!r}).to_csv(path, "
                 "index=False)"
             )
         _check_unique(header)
@@ -140,9 +140,9 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
         if num_more := frame.index.nlevels * has_index:
             if frame.iloc[:, -num_more:].notna().to_numpy().any():
                 raise ValueError(
-                    f"its first line has {len(header)} names, and rows have "
-                    f"{len(header) + num_more} values. Name each column; if the first values are "
-                    "names of rows, remove them"
+                    f"its first line has {len(header)} names, but rows have "
+                    f"{len(header) + num_more} values. Name each column. If the first values are "
+                    "row names, remove them"
                 )
             with warnings.catch_warnings():  # of the values that are lost: they are empty
                 warnings.simplefilter("ignore", pandas.errors.ParserWarning)
@@ -161,6 +161,5 @@ def _check_unique(names: list[Any]) -> None:
     """Raise a ValueError if columns have the same name."""
     if doubled := [name for name in dict.fromkeys(names) if names.count(name) > 1 and name != ""]:
         raise ValueError(
-            f"it has several columns with the name {', '.join(map(repr, doubled))}. Rename them, "
-            "or keep one of each"
+            f"several columns have the name {', '.join(map(repr, doubled))}. Rename or remove them"
         )

@@ -52,17 +52,17 @@ class TensorFile(DataSource):
         except Exception as error:  # of safetensors, zipfile, zlib and numpy
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"'{self.path}' is not a safetensors or npz file, or damaged ({reason}). Write it "
-                "with safetensors.torch.save_file or numpy.savez; if it was transferred, fetch it "
-                "again."
+                f"'{self.path}' is damaged, or not a safetensors or npz file ({reason}). Write it "
+                "with safetensors.torch.save_file or numpy.savez. If you transferred it, transfer "
+                "it again."
             ) from error
         # All names must be known: a misspelt x_validation would silently be left out.
         expected = {*REQUIRED, *(OPTIONAL if {*OPTIONAL} & tensors.keys() else ())}
         if tensors.keys() != expected:
             raise ValueError(
-                f"'{self.path}' holds {', '.join(sorted(tensors)) or 'nothing'}; it needs "
-                f"{', '.join(REQUIRED)}, and may have {' and '.join(OPTIONAL)}. Save, rename or "
-                "remove the others."
+                f"'{self.path}' contains {', '.join(sorted(tensors)) or 'nothing'}. Required are "
+                f"{', '.join(REQUIRED)}; optional are {' and '.join(OPTIONAL)}. Save, rename or "
+                "remove the other tensors."
             )
         if self.path.suffix == ".npz":  # of which float64 is the usual type
             for name, tensor in tensors.items():
@@ -80,8 +80,9 @@ class TensorFile(DataSource):
         _, C, _, W = x.shape
         if C not in (1, 3) and W in (1, 3):
             raise ValueError(
-                f"'{self.path}': x_train has shape {tuple(x.shape)}, which looks like images with "
-                "their channels last; images are (N, C, H, W). Save x.transpose(0, 3, 1, 2)."
+                f"'{self.path}': x_train has shape {tuple(x.shape)}. It seems to contain images "
+                "with the channels last, but images are (N, C, H, W). Save x.transpose(0, 3, 1, "
+                "2)."
             )
         mean, std = pixel_statistics(x)
         return replace(splits, mean=mean, std=std)
@@ -112,9 +113,9 @@ def in_float32(subject: str, values: np.ndarray) -> np.ndarray:
     if not np.isfinite(lost) or (not is_constant and (lost > 0.01 * std or std < TINY)):
         raise ValueError(
             f"{subject} has values from {values.min():.6g} to {values.max():.6g}, with a standard "
-            f"deviation of {std:.3g}. float32, in which networks compute, has seven digits and "
-            "reaches from 1e-38 to 3e38: it would lose them. Subtract their mean, or divide them "
-            "by a number, beforehand."
+            f"deviation of {std:.3g}. Networks compute in float32, which has seven digits and a "
+            "range from 1e-38 to 3e38, and would lose the differences. Subtract the mean, or "
+            "divide the values by a number."
         )
     return rounded
 

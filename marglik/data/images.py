@@ -141,8 +141,9 @@ class TwoPartData(DataSource):
         test, test_classes = self.read("test")
         if differing := set(classes) ^ set(test_classes):
             raise ValueError(
-                f"{self.name}: class {min(differing)!r} is in one of train/ and test/ alone. Both "
-                "need the same classes; test images alone can be out-of-distribution data (--ood)."
+                f"{self.name}: class {min(differing)!r} is in only one of train/ and test/. Both "
+                "need the same classes. To use the test images as out-of-distribution data, pass "
+                "them as --ood."
             )
         # Greyscale images beside coloured ones are coloured, too.
         channels = max(pixels.shape[1] for pixels, _ in (train, test))  # 1 and 3, or equal
@@ -192,9 +193,9 @@ class TorchvisionData(TwoPartData):
         except (OSError, RuntimeError) as error:  # no network; files missing or damaged
             reason = str(error).partition("\n")[0].rstrip(".")
             raise FileNotFoundError(
-                f"{self.name} is not in root='{self.root}', and could not be downloaded "
-                f"({reason}). Put the files there that torchvision.datasets."
-                f"{type(self).__name__} downloads, or use an ImageFolder."
+                f"{self.name} is not in root='{self.root}', and the download failed ({reason}). "
+                f"Copy the files that torchvision.datasets.{type(self).__name__} downloads to this "
+                "folder, or use an ImageFolder."
             ) from error
 
     @abstractmethod
@@ -280,8 +281,8 @@ class ImageFolder(TwoPartData):
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"'{folder}' is not a folder. Arrange the images as train/CLASS/IMAGE and "
-                "test/CLASS/IMAGE, and pass the folder that has train/ and test/; unpack an "
-                "archive first."
+                "test/CLASS/IMAGE, and pass the folder that contains train/ and test/. If it is "
+                "an archive, unpack it first."
             )
         # Files whose names begin with a dot are those of systems and editors.
         listed = datasets.ImageFolder(
@@ -313,7 +314,9 @@ class ClassSubset(DataSource):
     def __init__(self, data: DataSource, classes: Sequence[str | int]) -> None:
         names = tuple(str(name) for name in classes)  # YAML reads the name 1 as a number
         if isinstance(classes, str) or not names or len(set(names)) < len(names):
-            raise ValueError(f"classes={classes!r}: pass a list of names, each of them once.")
+            raise ValueError(
+                f"classes={classes!r} is not a list of different names. Pass each name once."
+            )
         self.data = data
         self.classes = names
 
@@ -329,7 +332,9 @@ class ClassSubset(DataSource):
     def _of_classes(self, splits: Splits) -> Splits:
         names = splits.classes or ()
         if unknown := [name for name in self.classes if name not in names]:
-            raise ValueError(f"{splits.name} has no class {unknown}, but {list(names)}.")
+            raise ValueError(
+                f"{splits.name} has no class {unknown}. Its classes are {list(names)}."
+            )
         indices = torch.tensor([names.index(name) for name in self.classes])
 
         def classes_of(
@@ -385,15 +390,15 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
             ) from error
         if mode.startswith(("I", "F")):  # Pillow clips "I;16" instead of scaling it
             raise ValueError(
-                f"Image '{name}' has more than 8 bits per channel (mode {mode}). Save it with 8 "
-                "bits, so that its values are scaled as you intend."
+                f"Image '{name}' has more than 8 bits per channel (mode {mode}). Convert it to 8 "
+                "bits with the scaling of your choice."
             )
         if not i:
             pixels, size = np.empty((len(files), H, W, 3), dtype=np.uint8), (W, H)
         if (W, H) != size:
             raise ValueError(
                 f"Image '{name}' has {W}×{H} pixels, but '{names[0]}' has {size[0]}×{size[1]}. "
-                "Resize them to one size beforehand."
+                "Resize all images to one size."
             )
         pixels[i] = decoded
         is_grey = is_grey and mode in GREYSCALE

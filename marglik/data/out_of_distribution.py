@@ -31,7 +31,7 @@ class Noise(DataSource):
 
     def load(self) -> NoReturn:
         """Raise a NotImplementedError: noise has no shape of its own, and no classes."""
-        raise NotImplementedError("Noise is out-of-distribution data alone: pass it as --ood.")
+        raise NotImplementedError("Noise can only be out-of-distribution data. Pass it as --ood.")
 
     def draw(self, channels: int, height: int, width: int) -> UInt8[Tensor, "N C H W"]:
         """Return ``num_images`` images of any shape, from the same seed."""
@@ -68,22 +68,22 @@ def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistrib
             made into that of ``like``.
     """
     if not like.are_images:
-        raise ValueError(f"{like.name} holds no images; ood is for images. Leave it out.")
+        raise ValueError(f"{like.name} contains no images, and ood is for images. Omit ood.")
     # Resized, noise would be smooth, and easy to tell from noise.
     if isinstance(source, Noise):
         return OutOfDistributionImages(source.draw(*like.image_shape), "noise", None)
     test, name = source.load_test()
     images = tensors_in(test)[0]
     if images.dtype != torch.uint8 or images.dim() != 4:
-        raise ValueError(f"{name} holds no images; out-of-distribution data must be images.")
+        raise ValueError(f"{name} contains no images. Out-of-distribution data must be images.")
     shape, target = tuple(images.shape[1:]), like.image_shape
     if shape == target:
         return OutOfDistributionImages(images, name, None)
     if shape[0] != target[0] and {shape[0], target[0]} != {1, 3}:
         raise ValueError(
-            f"{name} has images of {shape[0]} channels and {like.name} of {target[0]}; "
-            "supported are equal numbers, greyscale to RGB (1 to 3) and RGB to greyscale (3 to 1). "
-            "Choose another source, or convert its images beforehand."
+            f"{name} has images with {shape[0]} channels, and {like.name} with {target[0]}. "
+            "Supported are equal numbers, greyscale to RGB (1 to 3) and RGB to greyscale (3 to "
+            "1). Choose another source, or convert its images."
         )
     # In parts, as floating point takes four times as much memory.
     images = torch.cat([_reshaped(part, target) for part in images.split(256)])

@@ -58,16 +58,17 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
         return splits
     if (form := _form(splits)) != record["form"]:
         raise ValueError(
-            f"{splits.name} has {form}; {record['name']}, which the network was trained on, has "
-            f"{record['form']}. Pass data of that kind and shape (--data)."
+            f"{splits.name} has {form}, but the network was trained on {record['name']} with "
+            f"{record['form']}. Pass data of this kind and shape (--data)."
         )
     # A file's labels have no names: nothing to compare.
     classes = record.get("classes")
     if classes and splits.classes and list(splits.classes) != classes:
         raise ValueError(
-            f"{splits.name} has {len(splits.classes)} classes ({_some(splits.classes)}), and the "
-            f"network was trained on {len(classes)} of {record['name']} ({_some(classes)}). Pass "
-            "data with the same classes (--data), or images of other classes as --ood."
+            f"{splits.name} has {len(splits.classes)} classes ({_some(splits.classes)}), but the "
+            f"network was trained on {record['name']} with {len(classes)} classes "
+            f"({_some(classes)}). Pass data with the same classes (--data), or images of other "
+            "classes as --ood."
         )
     if splits.are_images:
         return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))

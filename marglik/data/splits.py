@@ -93,8 +93,8 @@ class Splits:
             x, y = pair
             if len(x) != len(y):
                 raise ValueError(
-                    f"{self.name}: x_{split} has {len(x)} examples and y_{split} {len(y)}; each "
-                    "input needs one target."
+                    f"{self.name}: x_{split} has {len(x)} examples, but y_{split} has {len(y)}. "
+                    "Each input needs one target."
                 )
             for letter, values, trained_on in zip("xy", pair, self.train, strict=True):
                 check_values(f"{self.name}: {letter}_{split}", values)
@@ -102,14 +102,15 @@ class Splits:
                 if described(values) != described(trained_on):
                     raise ValueError(
                         f"{self.name}: {letter}_{split} has examples of {described(values)}, but "
-                        f"{letter}_train of {described(trained_on)}; all splits must agree."
+                        f"{letter}_train has {described(trained_on)}. All splits need the same "
+                        "kind of examples."
                     )
             if self.classes is not None:
                 self._check_labels(f"y_{split}", y, len(self.classes))
         if self.train_indices is not None and len(self.train_indices) != len(self.train[1]):
             raise ValueError(
                 f"{self.name}: {len(self.train_indices)} train_indices for {len(self.train[1])} "
-                "training examples; give each one, or pass train_indices=None."
+                "training examples. Pass one index for each example, or train_indices=None."
             )
         if self.are_images:
             self._check_images()
@@ -157,25 +158,27 @@ class Splits:
         x, mean, std = self.train[0], self.mean or (), self.std or ()
         if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() != 4:
             raise ValueError(
-                f"{self.name} has examples of {described(x)}; images are uint8 pixels (N, C, H, W)."
+                f"{self.name} has examples of {described(x)}. Images must be uint8 pixels (N, C, "
+                "H, W)."
             )
         if not len(mean) == len(std) == x.shape[1] or not all(s > 0 for s in std):
             raise ValueError(
-                f"{self.name}: mean={mean}, std={std}: each of the {x.shape[1]} channels needs a "
-                "mean and a positive std. Where all pixels of a channel are equal, drop it."
+                f"{self.name}: mean={mean}, std={std}. Each of the {x.shape[1]} channels needs a "
+                "mean and a positive std. Remove channels in which all pixels are equal."
             )
 
     def _check_labels(self, name: str, y: Tensor, num_classes: int) -> None:
         labels = y if self.ignore_index is None else y[y != self.ignore_index]
         if not labels.numel():
             raise ValueError(
-                f"{self.name}: all labels of {name} are {self.ignore_index}, which do not count."
+                f"{self.name}: all labels of {name} are {self.ignore_index}, the label that does "
+                "not count. Add other labels."
             )
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= num_classes:
             raise ValueError(
-                f"{self.name}: labels of {name} reach from {low} to {high}; with {num_classes} "
-                f"classes they must lie in 0..{num_classes - 1}."
+                f"{self.name}: labels of {name} range from {low} to {high}. With {num_classes} "
+                f"classes they must be in 0..{num_classes - 1}."
             )
 
 
@@ -214,16 +217,16 @@ def check_values(name: str, values: Inputs) -> None:
     else:
         if values.dim() == 0 or not values.numel():
             raise ValueError(
-                f"{name} is empty (shape {tuple(values.shape)}); it needs examples, along its "
-                "first axis."
+                f"{name} is empty (shape {tuple(values.shape)}). It needs at least one example "
+                "along its first axis."
             )
         parts = {name: values}
     for part, tensor in parts.items():
         bad = (~tensor.isfinite()).nonzero() if tensor.is_floating_point() else tensor[:0]
         if len(bad):
             raise ValueError(
-                f"{part} holds {len(bad)} value(s) that are NaN or infinite, the first in row "
-                f"{int(bad[0, 0])}; remove these examples, or fill them in."
+                f"{part} contains {len(bad)} value(s) that are NaN or infinite, the first in row "
+                f"{int(bad[0, 0])}. Remove these examples or fill in the values."
             )
 
 
@@ -234,7 +237,7 @@ def check_fraction(argument: str, value: float, *, zero: bool = True) -> None:
     """Raise a ValueError unless the fraction lies in [0, 1), or in (0, 1) if zero is False."""
     if not (0 <= value < 1 if zero else 0 < value < 1):
         allowed = "in [0, 1), 0 for none" if zero else "between 0 and 1, both excluded"
-        raise ValueError(f"{argument}={value}: must be a fraction {allowed}.")
+        raise ValueError(f"{argument}={value} must be a fraction {allowed}.")
 
 
 class SplitError(ValueError):
@@ -310,8 +313,8 @@ def stratified(
     counts = labels.bincount(minlength=len(classes))
     if counts.min() < 2:
         raise SplitError(
-            f"{cause}: class {classes[int(counts.argmin())]!r} has {counts.min()} example(s), and "
-            "each part needs one. Add some, or remove the class."
+            f"{cause}: class {classes[int(counts.argmin())]!r} has {counts.min()} example(s), but "
+            "each part needs one. Add examples, or remove the class."
         )
     with extra("statistics"):
         from sklearn.model_selection import train_test_split  # here, since importing takes a second
@@ -327,8 +330,8 @@ def _check_sizes(total: int, size: int, least: int, cause: str) -> None:
     if not least <= size <= total - least:
         none = " (0 for none)" if cause.startswith(("held_out", "validation")) else ""
         raise SplitError(
-            f"{cause}: {total} examples would be divided into {size} and {total - size}; both "
-            f"parts need at least {least}. Choose another number{none}, or take more examples."
+            f"{cause}: this splits {total} examples into {size} and {total - size}. Both parts "
+            f"need at least {least}. Choose another number{none}, or use more examples."
         )
 
 

@@ -68,7 +68,7 @@ class TableFile(DataSource):
         check_option("missing", self.missing, Missing)
         self.drop = [self.drop] if isinstance(self.drop, str) else list(self.drop)
         if self.target in self.drop:
-            raise ValueError(f"drop={self.drop} names the target; drop other columns.")
+            raise ValueError(f"drop={self.drop} includes the target. Drop only other columns.")
         self.path = Path(self.path).expanduser()
         self.name = self.name or self.path.stem
         self._encoding: TableEncoding | None = None
@@ -105,9 +105,9 @@ class TableFile(DataSource):
         )
         if copies := len(list(filter({*train}.__contains__, test))):
             warnings.warn(
-                f"'{self.path}': {copies} of the {len(test)} rows of the test part equal a row of "
-                "the training part in all columns. If they are copies of one example, metrics look "
-                "better than they are: drop duplicate rows.",
+                f"'{self.path}': {copies} of the {len(test)} test rows equal a training row in "
+                "all columns. If these rows are duplicates of one example, the metrics are too "
+                "optimistic. Remove duplicate rows.",
                 stacklevel=3,
             )
 
@@ -143,7 +143,7 @@ class TableFile(DataSource):
         if not std or not 0.99 < ((y - mean) / std).std(correction=0) < 1.01:
             raise ValueError(
                 f"'{self.path}': the target has values from {y.min():.6g} to {y.max():.6g}, which "
-                "float64 cannot standardise. Divide them by a number beforehand."
+                "float64 cannot standardise. Divide them by a number."
             )
         return splits.with_target_scale((mean, std))
 
@@ -156,7 +156,7 @@ class TableFile(DataSource):
         if self._encoding is None:
             if unknown := [name for name in self.drop if name not in frame]:
                 raise ValueError(
-                    f"'{self.path}' has no column(s) {', '.join(unknown)} to drop; it has "
+                    f"'{self.path}' has no column(s) {', '.join(unknown)} to drop. Its columns are "
                     f"{', '.join(map(str, frame.columns))}."
                 )
             frame = frame.drop(columns=self.drop)
@@ -164,8 +164,9 @@ class TableFile(DataSource):
         target = next(iter(last), None) if self.target is None else self.target
         if target not in frame or len(frame.columns) < 2:
             raise ValueError(
-                f"'{self.path}' has the columns {', '.join(map(str, frame.columns))}; target must "
-                f"be one of two or more, not {target!r}."
+                f"target={target!r} is not supported: '{self.path}' has the columns "
+                f"{', '.join(map(str, frame.columns))}. Pass one of them. The table needs at least "
+                "two columns."
             )
         y, problems = frame[target], []
         if (lacking := int(y.isna().sum())) > 0:
@@ -183,8 +184,8 @@ class TableFile(DataSource):
             if (codes < 0).any():
                 raise ValueError(
                     f"'{self.path}': the target {target!r} is {str(y[codes < 0].iloc[0])!r} in "
-                    f"{(codes < 0).sum()} row(s); the network was trained on the classes "
-                    f"{', '.join(encoding.classes)}. Drop these rows."
+                    f"{(codes < 0).sum()} row(s). The network was trained on the classes "
+                    f"{', '.join(encoding.classes)}. Remove these rows."
                 )
             targets = torch.tensor(codes, dtype=torch.int64)
         classes = None if encoding.classes is None else tuple(encoding.classes)
@@ -207,7 +208,7 @@ class TableFile(DataSource):
         for column, values in inputs.items():
             name = str(column)
             if values.dtype.kind in "mMc":
-                problem = f"has {values.dtype}; make it a number."
+                problem = f"has dtype {values.dtype}. Convert it to a number."
             elif lacking[column] == len(values):
                 problem = "has no values."
             elif pandas.api.types.is_numeric_dtype(values):  # as are yes and no
@@ -219,8 +220,8 @@ class TableFile(DataSource):
                 problem = _decimal_commas(texts[name])
                 if not problem and (count := len(texts[name])) > MOST_CATEGORIES:
                     problem = (
-                        f"has {count} different texts, more than {MOST_CATEGORIES}; give it fewer "
-                        "values."
+                        f"has {count} different texts, more than {MOST_CATEGORIES}. Merge some of "
+                        "them, or drop the column."
                     )
             if problem:
                 unfit.append(name)
@@ -249,8 +250,9 @@ class TableFile(DataSource):
             classes = [str(value) for value in values]
         if missing and not problems:
             warnings.warn(
-                f"'{self.path}': {rows}. A further column says where, and the training part's "
-                "median stands for numbers; --data.missing error refuses them.",
+                f"'{self.path}': {rows}. An additional column marks the missing values, and the "
+                "median of the training rows replaces missing numbers. Pass --data.missing error "
+                "to reject them.",
                 stacklevel=2,
             )
         return TableEncoding(str(y.name), numbers, texts, [str(c) for c in missing], classes)
@@ -259,7 +261,7 @@ class TableFile(DataSource):
 def _problem_of_numbers(values: np.ndarray) -> str:
     """Why a column of numbers cannot be an input; empty if it can."""
     if infinite := int(np.isinf(values).sum()):
-        return f"has {infinite} infinite value(s); correct them, or drop their rows."
+        return f"has {infinite} infinite value(s). Correct them, or remove these rows."
     try:
         in_float32("", values)
     except ValueError as error:
@@ -273,6 +275,6 @@ def _decimal_commas(texts: list[str]) -> str:
     if 2 * len(numbers) <= len(texts):
         return ""
     return (
-        f"has numbers with a comma, such as {numbers[0]!r}, which pandas reads as text. Write "
-        "decimal points; if they are meant as text, put a letter in front of each."
+        f"has numbers with a comma, such as {numbers[0]!r}, which pandas reads as text. Use "
+        "decimal points. If they are text, put a letter in front of each."
     )

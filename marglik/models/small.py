@@ -41,8 +41,8 @@ class MLP(nn.Module):
         super().__init__()
         if in_features is None or num_classes is None:
             raise ValueError(
-                f"in_features={in_features}, num_classes={num_classes}: pass both, as no data is "
-                "there to infer them from."
+                f"in_features={in_features}, num_classes={num_classes}: pass both numbers, because "
+                "there is no data to infer them from."
             )
         widths = (in_features, *hidden, num_classes)
         if min(widths) < 1:
@@ -115,12 +115,12 @@ class LeNet(nn.Module):
         if num_classes is None or in_channels is None or image_size is None:
             raise ValueError(
                 f"num_classes={num_classes}, in_channels={in_channels}, image_size={image_size}: "
-                "pass all, as no data is there to infer them from."
+                "pass all numbers, because there is no data to infer them from."
             )
         if image_size < 4:
             raise ValueError(
-                f"image_size={image_size}: LeNet halves the resolution twice and needs at least 4 "
-                "pixels a side; enlarge the images or use an MLP."
+                f"image_size={image_size} is too small: LeNet halves the resolution twice and "
+                "needs at least 4 pixels per side. Enlarge the images, or use an MLP."
             )
         check_positive("num_classes", num_classes)
         check_positive("in_channels", in_channels)

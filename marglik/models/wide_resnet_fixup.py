@@ -93,8 +93,8 @@ class WideResNetFixup(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6 != 0:
             raise ValueError(
-                f"depth={depth}: a wide residual network has 6 n + 4 layers with n >= 1 blocks in "
-                "each of its three stages; choose 10, 16, 22, 28, 34, 40, ..."
+                f"depth={depth} is not supported. A wide residual network has 6 n + 4 layers, with "
+                "n >= 1 blocks in each of its three stages. Choose 10, 16, 22, 28, 34, 40, ..."
             )
         check_positive("widen_factor", widen_factor)
         check_positive("num_classes", num_classes)

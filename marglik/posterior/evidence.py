@@ -177,8 +177,11 @@ def _why_not_finite(terms: EvidenceTerms, delta: Tensor) -> str:
             name = terms.names[int(terms.tensors[b])]
             return (
                 f"The evidence is not finite: the block of '{name}' has eigenvalues up to "
-                f"{largest:.3g}, ‖θ‖² = {terms.squared_norms[b]:.3g}, prior precision "
-                f"{delta[b]:.3g}. Likely causes: training has diverged, or the step on the "
+                f"{largest:.3g}, ‖θ‖² = {terms.squared_norms[b]:.3g} and prior precision "
+                f"{delta[b]:.3g}. Likely causes: the training diverged, or the step on the "
                 "hyperparameters is too large."
             )
-    return f"The evidence is not finite: the loss is {terms.loss}. Training has diverged."
+    return (
+        f"The evidence is not finite, because the loss is {terms.loss}. The training diverged. Try "
+        "a lower learning rate."
+    )

@@ -58,15 +58,15 @@ class FittedWeights:
             now, fitted = current.get(name), self.values.get(name)
             if now is not None and fitted is not None and now.dtype != fitted.dtype:
                 raise ValueError(
-                    f"{type(model).__name__} is in {now.dtype} ('{name}'), and the posterior was "
-                    f"fitted in {fitted.dtype}. Convert both by posterior.to(dtype={now.dtype}), "
+                    f"{type(model).__name__} is in {now.dtype} ('{name}'), but the posterior was "
+                    f"fitted in {fitted.dtype}. Convert both with posterior.to(dtype={now.dtype}), "
                     "or fit again."
                 )
             if now is None or fitted is None or not torch.equal(now.detach().to(fitted), fitted):
                 raise ValueError(
-                    f"{type(model).__name__} no longer has the weights that the posterior was "
-                    f"fitted at: '{name}' has other values, or was frozen or unfrozen. Fit again, "
-                    "or go back with model.load_state_dict(posterior.fitted_weights(), "
+                    f"{type(model).__name__} no longer has the weights at which the posterior was "
+                    f"fitted: '{name}' has other values, or was frozen or unfrozen. Fit again, or "
+                    "restore the weights with model.load_state_dict(posterior.fitted_weights(), "
                     "strict=False)."
                 )
         self._compared = versions, list(current.values())

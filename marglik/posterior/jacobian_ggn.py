@@ -90,9 +90,9 @@ class JacobianGGN:
         same = self.structure == other.structure and self.likelihood == other.likelihood
         if not same or not torch.equal(self.indices, other.indices):
             raise ValueError(
-                f"GGNs of {self.structure!r}, '{self.likelihood}' and {len(self.indices)} "
-                f"parameters and of {other.structure!r}, '{other.likelihood}' and "
-                f"{len(other.indices)} cannot be added."
+                f"Cannot add two different GGNs: {self.structure!r}, '{self.likelihood}', "
+                f"{len(self.indices)} parameters, and {other.structure!r}, '{other.likelihood}', "
+                f"{len(other.indices)} parameters."
             )
         sums = "loss", "num_data", "num_loss_terms"
         return replace(

@@ -195,8 +195,8 @@ class JacobianCovariance:
         f, J = jacobians(self._model, self._indices, x.flatten(0, 1), True)
         if f.dim() != 2:
             raise NotImplementedError(
-                f"The model returned shape {tuple(f.shape)} for {len(f)} inputs; joint "
-                "covariances support outputs (N, C), such as those of regression."
+                f"The model returned shape {tuple(f.shape)} for {len(f)} inputs. Joint covariances "
+                "need outputs (N, C), as in regression."
             )
         if classes is not None:
             check_classes(torch.tensor(classes), (len(f),), f.shape[-1])

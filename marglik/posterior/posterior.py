@@ -45,7 +45,7 @@ from marglik.posterior.jacobians import JacobianCovariance, parameter_vector
 from marglik.posterior.precision import KroneckerPrecision, Precision
 
 T = TypeVar("T")
-NOT_FITTED = "The Laplace approximation is not fitted; call fit() first."
+NOT_FITTED = "The Laplace approximation is not fitted. Call fit() first."
 Layers = Literal["all", "last"]
 """Whose uncertainty counts: "last" treats all other layers as constants."""
 
@@ -138,8 +138,8 @@ class Posterior:
         """Of the parameters that have a posterior, in the vector of all trainable ones."""
         if structure == "kron" and indices is not None:
             raise ValueError(
-                "structure 'kron' has blocks of whole tensors, and indices are of single weights; "
-                "freeze the other tensors, or take 'full' or 'diag'."
+                "structure='kron' has one block per tensor, but indices select single weights. "
+                "Freeze the other tensors, or choose 'full' or 'diag'."
             )
         self.n_layers = len(self._sizes)
         dtypes = {p.dtype for p in named.values()} or {next(model.parameters()).dtype}
@@ -211,8 +211,9 @@ class Posterior:
     def likelihood(self, likelihood: Likelihood | str) -> None:
         if self._curvature is not None:
             raise ValueError(
-                f"The posterior is fitted with likelihood '{self.likelihood}', and its curvature "
-                f"is of that. Fit another one: Posterior(model, '{likelihood}')."
+                f"The posterior was fitted with likelihood '{self.likelihood}', and its curvature "
+                "depends on the likelihood. Fit another posterior: Posterior(model, "
+                f"'{likelihood}')."
             )
         likelihood = likelihood_of(likelihood)
         self.options.check(likelihood)
@@ -245,7 +246,7 @@ class Posterior:
             numbers += [len(self.indices), self.n_params]
         if delta.dim() > 1 or delta.numel() not in numbers:
             raise ValueError(
-                f"prior_precision has shape {tuple(delta.shape)}; expected a scalar or "
+                f"prior_precision has shape {tuple(delta.shape)}. Pass a scalar or "
                 f"({self.n_layers},), one per trainable tensor."
             )
         self._prior_precision = self._as_hyperparameter(delta.reshape(-1))
@@ -261,11 +262,11 @@ class Posterior:
         sigma = torch.as_tensor(sigma_noise, dtype=torch.float64)
         if sigma.numel() != 1 or sigma.dim() > 1:
             raise ValueError(
-                f"sigma_noise has shape {tuple(sigma.shape)}; there is one noise for all outputs."
+                f"sigma_noise has shape {tuple(sigma.shape)}. Pass one number for all outputs."
             )
         if not self._likelihood.has_sigma and sigma != 1:
             raise ValueError(
-                f"sigma_noise is {sigma.item()}; only regression has noise other than 1."
+                f"sigma_noise is {sigma.item()}. Only regression supports a noise other than 1."
             )
         self._sigma_noise = self._as_hyperparameter(sigma.reshape(()))
 
@@ -280,13 +281,13 @@ class Posterior:
         number = sum(self._sizes)
         if mean.dim() > 1 or mean.numel() not in (1, number) or not mean.isfinite().all():
             raise ValueError(
-                f"prior_mean has shape {tuple(mean.shape)}; expected a scalar or ({number},), one "
-                "finite number per trainable parameter."
+                f"prior_mean has shape {tuple(mean.shape)}. Pass a finite scalar or ({number},) "
+                "finite numbers, one per trainable parameter."
             )
         if (self._fitted or mean.numel() > 1) and is_sharded(self.model):
             raise NotImplementedError(
-                "The prior of a network under fully_shard has one mean for all parameters, which "
-                "is set before the fit: Posterior(..., prior_mean=0.1)."
+                "The prior of a network under fully_shard supports one mean for all parameters. "
+                "Set it before the fit: Posterior(..., prior_mean=0.1)."
             )
         with torch.inference_mode(False):
             self._prior_mean = mean.detach().clone().to(self.mean)
@@ -354,8 +355,9 @@ class Posterior:
         adds = not override and self._curvature is not None
         if corrected and adds:
             raise ValueError(
-                "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
-                "hold for the old ones. Fit with all the data at once, or with corrected=False."
+                "override=False adds data and so changes the eigenvectors, but the corrected "
+                "eigenvalues belong to the former ones. Fit all data at once, or pass "
+                "corrected=False."
             )
         if adds and not self.adds_at_other_weights:
             self.check_weights()
@@ -453,22 +455,25 @@ class Posterior:
         if self.structure == "kron":
             if not isinstance(curvature, KroneckerFactors):
                 raise TypeError(
-                    f"The curvature is {type(curvature).__name__}; KroneckerFactors are needed, as "
-                    "kronecker_factors(model, data, likelihood) returns them."
+                    f"The curvature is {type(curvature).__name__}. Pass the KroneckerFactors that "
+                    "kronecker_factors(model, data, likelihood) returns."
                 )
             curvature.check_alignment(self.model)
         elif not isinstance(curvature, JacobianGGN) or curvature.structure != self.structure:
             raise TypeError(
-                f"The curvature is {type(curvature).__name__}; the JacobianGGN of a fit with "
-                f"structure {self.structure!r} is needed."
+                f"The curvature is {type(curvature).__name__}. Pass the JacobianGGN of a fit with "
+                f"structure {self.structure!r}."
             )
         elif not torch.isin(curvature.indices.cpu(), self.indices.cpu()).all():
-            raise ValueError("The GGN is of parameters that have no posterior here.")
+            raise ValueError(
+                "The GGN belongs to other parameters than this posterior. Select the same "
+                "parameters."
+            )
         likelihood = curvature.likelihood
         if likelihood.name != self.likelihood.name:
             raise ValueError(
-                f"The curvature is of likelihood '{likelihood}', and the posterior of "
-                f"'{self.likelihood}'; create it with the same."
+                f"The curvature belongs to likelihood '{likelihood}', but the posterior has "
+                f"'{self.likelihood}'. Create the posterior with the same likelihood."
             )
         self._take(curvature, sample_size)
 
@@ -592,8 +597,8 @@ class Posterior:
         curvature = self.fitted_curvature(any_weights=any_weights)
         if not isinstance(curvature, KroneckerFactors):
             raise NotImplementedError(
-                f"A posterior with structure {self.structure!r} has no Kronecker factors; fit one "
-                "with structure 'kron'. Its precision is posterior.precision()."
+                f"A posterior with structure {self.structure!r} has no Kronecker factors. Fit one "
+                "with structure 'kron', or call posterior.precision()."
             )
         return curvature
 
@@ -922,8 +927,8 @@ class Posterior:
         """
         if x.dim() < 2 or not x.shape[:-1].numel():
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; sets of inputs (..., q, d) are needed, with at "
-                "least one input."
+                f"x has shape {tuple(x.shape)}. Pass sets of inputs (..., q, d) with at least one "
+                "input."
             )
         self.check_weights()
         sets = x.to(next(self.model.parameters()).dtype).reshape(-1, *x.shape[-2:])
@@ -1025,8 +1030,8 @@ def check_structure(options: CurvatureOptions, structure: str, name: str = "stru
         value = getattr(options, option)
         if value != getattr(defaults, option) and (option, value) != ("kfac_approx", "expand"):
             raise ValueError(
-                f"{option}={value!r} is for {name} 'kron'; {structure!r} computes the GGN from "
-                "Jacobians."
+                f"{option}={value!r} is only for {name} 'kron'. {structure!r} computes the GGN "
+                "from Jacobians. Omit the option."
             )
 
 
@@ -1056,6 +1061,7 @@ def last_layer(model: nn.Module, x: Any) -> str:
         call_with(model, {}, to_device(x, next(model.parameters()).device))
     if not ran:
         raise ValueError(
-            f"{type(model).__name__} runs no layer with trainable parameters; it has no last layer."
+            f"{type(model).__name__} runs no layer with trainable parameters, so it has no last "
+            "layer."
         )
     return ran[-1]

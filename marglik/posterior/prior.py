@@ -130,14 +130,18 @@ class PriorGroups:
         check_module(model)
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not trainable:
-            raise ValueError("The model has no trainable parameter to put a prior on.")
+            raise ValueError(
+                "The model has no trainable parameter, so there is nothing to put a prior on. Set "
+                "requires_grad_(True) on some."
+            )
         if isinstance(structure, Mapping):
             labels = [_first_match(name, structure) for name in trainable]
             unused = [group for group in structure if group not in labels]
             if unused:
                 raise ValueError(
-                    f"Prior group '{unused[0]}' ({structure[unused[0]]!r}) matches no parameter "
-                    "that an earlier group has not taken; drop it or reorder the rules."
+                    f"Prior group '{unused[0]}' ({structure[unused[0]]!r}) matches no parameter, "
+                    "or only parameters of earlier groups. Remove it, or change the order of the "
+                    "groups."
                 )
         else:
             check_option("structure", structure, PriorStructure)
@@ -172,7 +176,7 @@ def _first_match(name: str, rules: Mapping[str, str]) -> str:
         if fnmatchcase(name, pattern):
             return group
     raise ValueError(
-        f"No prior group matches parameter '{name}'; add a last group with pattern '*'."
+        f"No prior group matches parameter '{name}'. Add a last group with pattern '*'."
     )
 
 
@@ -209,8 +213,9 @@ class Hyperparameters:
         delta = torch.as_tensor(prior_precision, dtype=torch.float64).detach().flatten().cpu()
         if len(delta) not in (1, len(groups.names)):
             raise ValueError(
-                f"prior_precision has length {len(delta)}; expected 1 or {len(groups.names)}, one "
-                f"per group ({', '.join(groups.names[:4])}{', ...' * (len(groups.names) > 4)})."
+                f"prior_precision has length {len(delta)}. Pass 1 or {len(groups.names)} values, "
+                "one per group "
+                f"({', '.join(groups.names[:4])}{', ...' * (len(groups.names) > 4)})."
             )
         check_positive("prior_precision", delta)
         check_positive("sigma_noise", sigma_noise)
@@ -261,8 +266,8 @@ class Hyperparameters:
             there, here = (f"{tuple(t.shape)} in {t.dtype}" for t in (state[name], value))
             if there != here:
                 raise ValueError(
-                    f"The state's {name!r} is {there}, and {here} here. Load the state as it was "
-                    "saved, with the same groups."
+                    f"The state's {name!r} is {there}, but here it is {here}. Load the state as it "
+                    "was saved, with the same groups."
                 )
         self._adam.load_state_dict(state["adam"])  # which refuses other groups
         with torch.no_grad():
@@ -395,8 +400,8 @@ def update_prior(
     # The weight decays T·δ/N of the steps and the evidence must be of the same N.
     if num_data is not None and posterior.n_data != num_data:
         raise ValueError(
-            f"The curvature pass saw {posterior.n_data} examples, but the loader promised "
-            f"{num_data}; its length must be what it yields."
+            f"The curvature pass read {posterior.n_data} examples, but the loader's length "
+            f"promises {num_data}. Correct its length."
         )
     num_data = int(posterior.n_data)
     fitted = _now(device)

@@ -265,7 +265,7 @@ def collected(
 
     def of_batch(x: Any, y: Any) -> tuple[Tensor, ...]:
         if has_no_examples(y):
-            raise ValueError("A held-out batch has no examples; leave it out.")
+            raise ValueError("A held-out batch has no examples. Omit this batch.")
         y = task.targets(model, x, y)
         task.check_axis(model, x, y)
         counted = counted_terms(y, likelihood)
@@ -297,8 +297,8 @@ def collected(
             chosen = [tuple(torch.cat(column)[::2] for column in zip(*chosen, strict=True))]
     if not sum(len(y) for *_, y in chosen):
         raise ValueError(
-            "There is nothing to calibrate with: the held-out data has no batch, or no target "
-            "that counts."
+            "There are no held-out targets to calibrate with: there is no batch, or no target "
+            "counts. Pass held-out data with targets."
         )
     f, spread, y = (torch.cat(column) for column in zip(*chosen, strict=True))
     return f, spread, y
@@ -354,8 +354,8 @@ def _calibrated(
     def at_calibration(x: Any) -> Prediction:
         if config.label not in posterior.calibrations:
             raise ValueError(
-                "The posterior was fitted again since it was calibrated, or its prior precision, "
-                "noise or temperature has changed. Calibrate it again."
+                "The posterior changed after its calibration: it was fitted again, or its prior "
+                "precision, noise or temperature has changed. Calibrate it again."
             )
         return predict(x)
 
@@ -395,17 +395,17 @@ def calibrations_of(
     fitted_loss = posterior.loss.item()
     if loss and math.isclose(loss, fitted_loss, rel_tol=SAME_LOSS) and ranks.rank == 0:
         warnings.warn(
-            f"The held-out data has the loss of the data of the fit, {fitted_loss:.6g}: it is the "
-            "training data, of which the network is surer than of others. Calibrate with data that "
-            "it is not trained on.",
+            f"The held-out data has the same loss as the data of the fit, {fitted_loss:.6g}, so "
+            "it seems to be the training data. The network is more confident there than on new "
+            "data. Calibrate with validation data.",
             RuntimeWarning,
             stacklevel=4,
         )
     if (number := len(held_out.f)) < FEWEST_TERMS and ranks.rank == 0:
         _logger.warning(
-            "calibrated on %d held-out loss terms, which are too few to say how confident to be. "
-            "Hold out %d or more, better some hundred (held_out, or the data's validation set), or "
-            "do not calibrate (predictive.calibration none).",
+            "The calibration uses only %d held-out loss terms, which are too few for a reliable "
+            "confidence. Hold out at least %d, preferably some hundred (held_out, or the data's "
+            "validation set), or do not calibrate (predictive.calibration none).",
             number, FEWEST_TERMS,
         )  # fmt: skip
     fits = {}
@@ -420,8 +420,8 @@ def calibrations_of(
     wrong = max(fit.map_calibration.label_noise for fit in fits.values()) * (C - 1) / C
     if posterior.likelihood.name == "classification" and wrong > WRONG_LABELS and ranks.rank == 0:
         _logger.warning(
-            "about %.0f %% of the held-out labels look wrong; likelihood noisy_classification "
-            "expects that in training, too, see docs/label-noise.md.",
+            "About %.0f %% of the held-out labels seem to be wrong. The likelihood "
+            "noisy_classification models wrong labels in training, too, see docs/label-noise.md.",
             100 * wrong,
         )
     posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}

@@ -171,8 +171,8 @@ class Ensemble:
         record = read_record(Path(folder) / ENSEMBLE)
         if not record:
             raise FileNotFoundError(
-                f"No ensemble in {folder} ({ENSEMBLE} is missing); marglik train --members 5 "
-                "writes one."
+                f"No ensemble in {folder} ({ENSEMBLE} is missing). marglik train --members 5 "
+                "creates one."
             )
         tensors, _ = read_tensors(Path(folder) / MEMBERS, kind="ensembles")
         models = []

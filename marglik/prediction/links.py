@@ -119,12 +119,12 @@ class Calibration:
             else f"noise of standard deviation {self.sigma_noise:.3g}"
         )
         if self.label_noise:
-            outputs += f", {self.label_noise:.1%} of the labels taken to be drawn at random"
+            outputs += f", {self.label_noise:.1%} of the labels modelled as random"
         if self.covariance_scale == 0:
             return (
-                f"{outputs}, and no width of the posterior (s = 0), since none helped: epistemic "
-                "uncertainty is zero, and regression's intervals are all as wide. For scores of "
-                "unusual inputs take the uncalibrated predictive"
+                f"{outputs}, covariances times 0, because no other factor improved the held-out "
+                "NLL. Epistemic uncertainty is therefore zero, and all intervals of regression "
+                "have the same width. To score unusual inputs, use the uncalibrated predictive"
             )
         none = " (in effect none)" if self.covariance_scale < 1e-3 else ""
         return f"covariances times {self.covariance_scale:.3g}{none}, {outputs}"
@@ -226,7 +226,7 @@ def predict_from_gaussian(
     if covariance.dim() == 2 and likelihood.kind == "classes":
         raise ValueError(
             f"Likelihood '{likelihood}' needs the covariances (N, C, C) of the outputs, not the "
-            f"variances {tuple(covariance.shape)}: call output_distribution without variance_only."
+            f"variances {tuple(covariance.shape)}. Call output_distribution without variance_only."
         )
     f, covariance = at_least_float32(f), at_least_float32(covariance)
     scale, temperature = calibration.covariance_scale, calibration.output_temperature

@@ -242,12 +242,13 @@ def confidence_threshold(
     with extra("statistics"):
         from scipy.stats import binom, nbinom
     if not (0 < risk < 1 and 0 < level < 1):
-        raise ValueError(f"risk and level lie between 0 and 1; these are {risk} and {level}.")
+        raise ValueError(f"risk={risk} and level={level}: both must be between 0 and 1.")
     is_mask = right.dtype == torch.bool and confidence.shape == right.shape
     if confidence.dim() != 1 or not is_mask or confidence.isnan().any():
         raise ValueError(
-            f"confidence {tuple(confidence.shape)} needs one number for each answer, (N,), and no "
-            f"NaN, and right {tuple(right.shape)}, {right.dtype}, one truth value (right.bool())."
+            f"confidence has shape {tuple(confidence.shape)}, right has {tuple(right.shape)} and "
+            f"{right.dtype}. Pass one confidence per answer, (N,), without NaN, and one boolean "
+            "per answer (right.bool())."
         )
     ordered, order = confidence.sort(descending=True)
     wrong, N = (~right[order]).cumsum(0), len(order)
@@ -305,7 +306,7 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[floa
     for name, values in (("inside", inside), ("outside", outside)):
         if values.dim() != 1 or not len(values):
             shape = tuple(values.shape)
-            raise ValueError(f"{name} has shape {shape}; expected a score for each example, (N,).")
+            raise ValueError(f"{name} has shape {shape}. Pass one score per example, (N,).")
         _refuse(values[~values.isfinite()], f"{name} has {{}}; expected finite scores.")
     scores = torch.cat([inside.detach().cpu().double(), outside.detach().cpu().double()]).numpy()
     is_ood = [0] * len(inside) + [1] * len(outside)
@@ -357,8 +358,8 @@ def _checked(
     ):
         expected = "(N, C) and (N,)" if is_classes else "(N, C) and (N, C)"
         raise ValueError(
-            f"Predictions have shape {tuple(mean.shape)}, targets {tuple(observed.shape)}; "
-            f"expected {expected}, of at least one example."
+            f"Predictions have shape {tuple(mean.shape)}, targets {tuple(observed.shape)}. "
+            f"Supported are {expected}, with at least one example."
         )
     if kind == "continuous":
         for name, values in (("means", mean), ("targets", y), ("variances", with_noise)):
@@ -376,7 +377,7 @@ def _checked(
         "'bernoulli'; NaN comes from a predictive that has diverged.",
     )
     if is_classes and (y.is_floating_point() or y.dtype == torch.bool):
-        raise TypeError(f"Labels have dtype {y.dtype}; expected class indices, int64.")
+        raise TypeError(f"Labels have dtype {y.dtype}. Pass class indices, int64.")
     wrong = (y < 0) | (y >= mean.shape[1]) if is_classes else (y != 0) & (y != 1)
     expected = f"0 to {mean.shape[1] - 1}, the predictive's classes" if is_classes else "0 or 1"
     _refuse(y[wrong], f"The targets include {{}}; expected {expected}. Leave such examples out.")

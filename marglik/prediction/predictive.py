@@ -64,7 +64,7 @@ _DECIDED: "WeakSet[Posterior]" = WeakSet()
 
 
 def _no_module(x: Any) -> PredictiveModule:
-    raise NotImplementedError(f"This predictive has no module to serve. {WAY_OUT}")
+    raise NotImplementedError(f"This predictive cannot be exported as a module. {WAY_OUT}")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ModelPredictive:
         """The predictive as it is made from its network or posterior, which are pickled."""
         if self.recipe is None:
             raise TypeError(
-                f"This {type(self).__name__} cannot be pickled or copied. Make it again from its "
+                f"This {type(self).__name__} cannot be pickled or copied. Create it again from its "
                 "network or posterior."
             )
         return self.recipe
@@ -162,8 +162,8 @@ class PredictiveConfig:
             check_positive(f"predictive.{name}", getattr(self, name))
         if self.method == "linearised" and self.layers == "last":
             raise ValueError(
-                f"predictive.layers {self.layers!r} is not for method 'linearised'; choose 'all', "
-                "or another method."
+                f"predictive.layers {self.layers!r} is not supported by method 'linearised'. "
+                "Choose 'all', or another method."
             )
 
     def for_network(self, num_parameters: int, num_outputs: int) -> "PredictiveConfig":
@@ -184,8 +184,9 @@ class PredictiveConfig:
         if config.layers != self.layers and config.layers == "last" and laplace not in _DECIDED:
             _DECIDED.add(laplace)
             _logger.warning(
-                "predictions take the last layer's uncertainty alone: that of all layers takes %d "
-                "backward passes through %d parameters for each example (predictive.layers all)",
+                "Predictions include only the last layer's uncertainty. All layers would take %d "
+                "backward passes through %d parameters per example. To include them, pass "
+                "predictive.layers all.",
                 C, P,
             )  # fmt: skip
         return config
@@ -220,8 +221,8 @@ class PredictiveConfig:
             last = "" if too_wide else ", or --predictive.layers last"
             raise ValueError(
                 f"predictive.method {self.method!r} needs the covariances of {classes} outputs at "
-                f"{positions} positions, with {passes} backward passes per example; more than "
-                f"{MOST_CLASSES} classes or {MOST_BACKWARD_PASSES} passes take very long. Use "
+                f"{positions} positions, with {passes} backward passes per example. More than "
+                f"{MOST_CLASSES} classes or {MOST_BACKWARD_PASSES} passes take very long. Pass "
                 f"--predictive.method linearised, which samples the same outputs{last}."
             )
 
@@ -456,7 +457,7 @@ def predict_all(
     if not predicted:
         raise ValueError("The data is empty: the loader yields no batch.")
     if not sum(len(y) for _, y in predicted):
-        raise ValueError("No target counts: all labels are marked as ignored, or hidden by a mask.")
+        raise ValueError("No target counts: all labels are ignored or masked.")
     predictions, all_targets = zip(*predicted, strict=True)
     return Prediction.cat(list(predictions)), torch.cat(all_targets)
 

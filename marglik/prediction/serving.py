@@ -25,8 +25,9 @@ __all__ = ["PredictiveModule"]
 
 SERVED_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 WAY_OUT = (
-    "Served are the network itself (map_predictive), and a last layer of kind Linear or Conv by "
-    "the closed form: PredictiveConfig(layers='last', method='probit'), calibrated as such."
+    "Supported are the network itself (map_predictive), and the closed form of a last layer of "
+    "type Linear or Conv: PredictiveConfig(layers='last', method='probit'), calibrated with these "
+    "options."
 )
 
 
@@ -179,13 +180,13 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
     layer, network = laplace.model.get_submodule(name), type(laplace.model).__name__
     if laplace.structure != "kron":
         raise NotImplementedError(
-            f"A posterior of structure {laplace.structure!r} has no module to serve; fit one of "
-            f"structure 'kron'. {WAY_OUT}"
+            f"A posterior of structure {laplace.structure!r} cannot be exported as a module. Fit "
+            f"one of structure 'kron'. {WAY_OUT}"
         )
     if type(layer) not in SERVED_LAYERS or getattr(layer, "groups", 1) > 1:
         raise NotImplementedError(
-            f"The last layer of {network}, '{name}', is {type(layer).__name__}, or has groups, and "
-            f"has no module to serve. {WAY_OUT}"
+            f"The last layer of {network}, '{name}', is {type(layer).__name__} or has groups, and "
+            f"cannot be exported as a module. {WAY_OUT}"
         )
     names = {id(p): of_model for of_model, p in laplace.model.named_parameters()}
     own = {local: names[id(p)] for local, p in layer.named_parameters(recurse=False)}
@@ -257,11 +258,11 @@ def module_maker(
     likelihood = laplace.likelihood
     reason = ""
     if method == "linearised" or (method == "mc" and likelihood.kind != "continuous"):
-        reason = f"predictive.method {method!r} draws samples."
+        reason = f"predictive.method {method!r} draws samples, which a module cannot."
     elif not likelihood.has_probit:
-        reason = f"Likelihood '{likelihood}' predicts by samples, as it has no closed form."
+        reason = f"Likelihood '{likelihood}' has no closed form, and a module cannot draw samples."
     elif layers == "all" and len(trainable_layers(laplace.model)) > 1:
-        reason = "predictive.layers 'all' takes backward passes."
+        reason = "predictive.layers 'all' needs backward passes, which a module cannot make."
 
     def make(x: Any) -> PredictiveModule:
         if reason:

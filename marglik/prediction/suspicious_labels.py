@@ -107,21 +107,22 @@ def suspicious_labels(
     p = p.mean(0) if p.dim() == 3 else p
     if p.dim() != 2 or labels.shape != p.shape[:1]:
         raise ValueError(
-            f"Labels of shape {tuple(labels.shape)} and probabilities of shape "
-            f"{tuple(probabilities.shape)} do not fit; pass (N,) and (N, C) or (epochs, N, C)."
+            f"Labels have shape {tuple(labels.shape)} and probabilities "
+            f"{tuple(probabilities.shape)}. Pass labels (N,), and probabilities (N, C) or (epochs, "
+            "N, C)."
         )
     index = (~p.isnan().any(1)).nonzero().flatten()
     p, label = p[index], labels.to(p.device)[index].long()
     if len(label) and not 0 <= int(label.min()) <= int(label.max()) < p.shape[1]:
         raise ValueError(
-            f"Labels reach from {int(label.min())} to {int(label.max())}, but the probabilities "
-            f"are of {p.shape[1]} classes; pass labels in 0..{p.shape[1] - 1}."
+            f"Labels range from {int(label.min())} to {int(label.max())}, but there are "
+            f"probabilities of {p.shape[1]} classes. Pass labels in 0..{p.shape[1] - 1}."
         )
     tolerance = max(1e-3, 4 * torch.finfo(probabilities.dtype).eps)
     if not ((p >= 0).all() and ((p.sum(1) - 1).abs() < tolerance).all()):
         raise ValueError(
-            "These are no probabilities of classes, which are at least 0 and sum to 1 for each "
-            "example; pass the softmax of the network's outputs."
+            "The probabilities of some examples are negative or do not sum to 1. Pass the softmax "
+            "of the network's outputs."
         )
     log_p = p.clamp_min(1e-12).log()  # (M, C)
     surprise = -log_p.gather(1, label[:, None]).squeeze(1)
@@ -188,7 +189,7 @@ class TrainingProbabilities:
         """
         if self.unknown or self._sums is None:
             why = self.unknown or "there was no epoch"
-            raise ValueError(f"Suspicious labels are not known: {why}.")
+            raise ValueError(f"Suspicious labels are not available: {why}.")
         return self._sums[:, :-1] / self._sums[:, -1:]
 
     def __len__(self) -> int:
@@ -219,7 +220,7 @@ class TrainingProbabilities:
         size = len(self._loader.dataset)
         if all(isinstance(key, Integral) and 0 <= int(key) < size for key in keys):
             return torch.tensor([int(key) for key in keys])
-        self.unknown = "the sampler yields other keys than 0..N - 1"
+        self.unknown = "the sampler yields keys other than 0..N - 1"
         return None
 
     def add(self, indices: Tensor | None, f: Tensor) -> None:
@@ -229,9 +230,14 @@ class TrainingProbabilities:
         if f.dim() != 2:
             self.unknown = "examples with several labels are not supported"
         elif len(indices) != len(f):
-            self.unknown = f"the loader's collate_fn made {len(f)} examples of {len(indices)}"
+            self.unknown = (
+                f"the loader's collate_fn returned {len(f)} examples for {len(indices)} indices"
+            )
         elif len(self._loader.dataset) * (f.shape[1] + 1) > LARGEST_RECORD:
-            self.unknown = f"examples times classes exceed {LARGEST_RECORD:,}, too much memory"
+            self.unknown = (
+                f"the number of examples times classes exceeds {LARGEST_RECORD:,}, which takes too "
+                "much memory"
+            )
         else:
             # Added up once: steps shall be quick. Copies, as outputs may be views of more.
             self._steps.append((indices, f.detach().clone()))
@@ -263,7 +269,7 @@ class TrainingProbabilities:
 def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
     """Why the examples of batches, or suspicious labels, are not known; empty if they are."""
     if likelihood.name not in ("classification", "noisy_classification"):
-        return f"the likelihood is {likelihood}, and only classification is supported"
+        return f"the likelihood is {likelihood}, but only classification is supported"
     if isinstance(loader, Batches):
         return ""
     if (
@@ -275,10 +281,10 @@ def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
         or not getattr(loader, "in_order", True)
     ):
         return (
-            f"this {type(loader).__name__} does not tell the indices of its examples; train with a "
-            "DataLoader over a data set with a length, in order and without persistent_workers"
+            f"the indices of the examples of this {type(loader).__name__} are unknown; train with "
+            "a DataLoader over a data set with a length, in order and without persistent_workers"
         )
     samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
     if ranks.size > 1 and not any(isinstance(one, DistributedSampler) for one in samplers):
-        return "on several ranks, indices are known with a DistributedSampler only"
+        return "on several ranks, the indices are known only with a DistributedSampler"
     return ""

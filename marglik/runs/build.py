@@ -76,8 +76,8 @@ def build_fabric(
     local_ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if device.type == "cuda" and local_ranks > gpus:
         raise ValueError(
-            f"torchrun has started {local_ranks} processes, and this machine has {gpus} GPU(s). "
-            f"Start {gpus} or less (--nproc-per-node), or pass --accelerator cpu."
+            f"torchrun started {local_ranks} processes, but this machine has {gpus} GPU(s). Start "
+            f"at most {gpus} processes (--nproc-per-node), or pass --accelerator cpu."
         )
     backend = "nccl" if device.type == "cuda" else "gloo"
     fabric = Fabric(
@@ -112,8 +112,8 @@ def check_model(
     likelihood = likelihood_of(likelihood)
     if splits.classes is not None and likelihood.kind == "continuous":
         raise ValueError(
-            f"{splits.name} has {len(splits.classes)} classes, but likelihood '{likelihood}' is "
-            "for numbers. If the target of a table is a number, pass --data.classes false."
+            f"{splits.name} has {len(splits.classes)} classes, but likelihood '{likelihood}' needs "
+            "numbers. If the target of a table is a number, pass --data.classes false."
         )
     x, y = next(iter(split_batches(splits, "train", 2)))
     parameter, name = next(model.parameters(), torch.empty(0)), type(model).__name__
@@ -127,8 +127,8 @@ def check_model(
                 f: Any = model(deepcopy(x))  # a forward may change its input in place
         except (RuntimeError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{name} cannot take {described(x)}: {str(error).rstrip('.')}. Set the model's "
-                "options to fit the data, or choose another model."
+                f"{name} does not accept {described(x)}: {str(error).rstrip('.')}. Set the model's "
+                "options for this data, or choose another model."
             ) from error
         task = Task(likelihood, splits.targets)
         y = task.targets(model, x, y)
@@ -138,7 +138,7 @@ def check_model(
         if classes is not None and has_logits and f.shape[-1] != len(classes):
             raise ValueError(
                 f"{name} returns {f.shape[-1]} outputs, but {splits.name} has {len(classes)} "
-                f"classes; set --model.num_classes {len(classes)}."
+                f"classes. Pass --model.num_classes {len(classes)}."
             )
         # What the predictive would cost, then a pass, and the covariance of a single output.
         if predictive is not None:

@@ -71,7 +71,7 @@ class PriorConfig(Schedule):
         check_positive("prior.weight_decay", self.weight_decay)
         if not self.updates:
             raise ValueError(
-                "prior.updates is 0, which leaves no posterior to save. Pass at least 1, or "
+                "prior.updates is 0, so there would be no posterior to save. Pass at least 1, or "
                 "prior.method fixed, which keeps weight_decay."
             )
 
@@ -157,4 +157,4 @@ class RunConfig:
 def check_seed(seed: int) -> None:
     """Raise a ValueError for a seed that torch's generators do not accept."""
     if not 0 <= seed < 2**63:
-        raise ValueError(f"seed must lie in 0..{2**63 - 1}, not {seed}.")
+        raise ValueError(f"seed={seed} is not supported. Pass a number in 0..{2**63 - 1}.")

@@ -86,7 +86,7 @@ def evaluate_run(
     check_seed(seed)
     if Path(path).is_file():
         raise ValueError(
-            f"{path} is a file; pass a run's folder, as marglik train or save_posterior makes one."
+            f"{path} is a file. Pass a folder written by marglik train or save_posterior."
         )
     device = device_of(accelerator)
 
@@ -97,9 +97,8 @@ def evaluate_run(
     splits = as_trained(data_to_evaluate(source, record["data"]), record["data"])
     if output is None and record["data"] and not is_own_test(splits, record["data"]):
         raise ValueError(
-            f"{splits.name} has other test examples than those of the data that {path} was trained "
-            f"on ({record['data']['name']}); pass --output, so that its numbers get a folder of "
-            "their own."
+            f"{splits.name} has other test examples than {record['data']['name']}, on which {path} "
+            "was trained. Pass --output to write the evaluation to another folder."
         )
     laplace = load_posterior(path, network, device)
     ensemble = Ensemble.load(path, network) if (Path(path) / ENSEMBLE).exists() else None
@@ -114,8 +113,8 @@ def evaluate_run(
     posterior = folder / POSTERIOR
     if posterior.is_file() and file_sum(posterior) != file_sum(Path(path) / POSTERIOR):
         raise ValueError(
-            f"{folder} holds another posterior than {path}: an evaluation there would be taken for "
-            "that one's. Pass another --output."
+            f"{folder} contains another posterior than {path}, and an evaluation there would seem "
+            "to belong to it. Pass another --output."
         )
 
     # Step 2: what is not calibrated yet, and the metrics.
@@ -149,7 +148,7 @@ def _calibrate(
     unknown = [c for c in configs if c.is_calibrated and c.label not in remembered]
     for config in unknown:
         if config.label not in laplace.calibrations:  # one call calibrates both links
-            _logger.info("calibrating %s on the validation set", config.label)
+            _logger.info("calibrating %s on the validation data", config.label)
             device, size = laplace.mean.device, config.batch_size
             batches = split_batches(splits, "validation", size, device=device)
             calibrations_of(laplace, batches, config, progress=progress)
@@ -167,7 +166,7 @@ def saved_object(path: str, passed: Any, record: dict[str, Any], key: str, kind:
     spec = record.get(key)
     if spec is None and passed is None:
         option = "--model" if key == "model" else "--data"
-        raise ValueError(f"{path} does not say how its {option[2:]} is built; pass {option}.")
+        raise ValueError(f"{path} does not specify how to build its {option[2:]}. Pass {option}.")
     if passed is not None and passed not in _classes_in(spec):
         spec = {"class_path": passed}
     named = [] if passed is None else [passed]

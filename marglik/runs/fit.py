@@ -79,9 +79,7 @@ def fit(
     folder = Path(output or f"runs/{Path(checkpoint).stem}")
     check_free(folder, overwrite)
     if Path(checkpoint).resolve().parent == folder.resolve():
-        raise ValueError(
-            f"checkpoint {checkpoint} lies in the folder that is written to; pass another --output."
-        )
+        raise ValueError(f"checkpoint {checkpoint} is in the output folder. Pass another --output.")
     if note := load_pretrained(model, checkpoint):
         _logger.warning("%s: %s", checkpoint, note)
     splits, device = data.load(), device_of(accelerator)

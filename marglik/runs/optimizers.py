@@ -52,8 +52,8 @@ class OptimizerConfig:
         check_positive("optimizer.damping", self.damping)
         if self.name != "kfac":
             raise ValueError(
-                f"optimizer.damping is {self.damping}, but optimizer.name is {self.name}; pass "
-                "--optimizer.name kfac."
+                f"optimizer.damping is {self.damping}, but optimizer.name is {self.name}. Pass "
+                "--optimizer.name kfac, or omit the damping."
             )
 
 

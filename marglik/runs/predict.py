@@ -102,18 +102,18 @@ def check_output(rows: str, output: str, overwrite: bool) -> None:
     """Raise an error for a file that a command on the rows of a table may not write."""
     if Path(output).resolve() == Path(rows).resolve():
         raise ValueError(
-            f"{output} is the file of the rows, which the output would replace; pass another "
+            f"{output} is the file of the rows, and the output would replace it. Pass another "
             "--output."
         )
     if (folder := run_folder_of(Path(output))) is not None:
         raise ValueError(
-            f"{output} is in {folder}, the folder of a run, whose files this command never "
-            "changes; pass an --output elsewhere."
+            f"{output} is in {folder}, the folder of a run. This command never changes files of a "
+            "run. Pass an --output outside."
         )
     if Path(output).is_dir():
-        raise ValueError(f"{output} is a folder; pass a file in it as --output.")
+        raise ValueError(f"{output} is a folder. Pass a file as --output.")
     if Path(output).exists() and not overwrite:
-        raise FileExistsError(f"{output} exists; pass --overwrite, or another --output.")
+        raise FileExistsError(f"{output} exists. Pass --overwrite, or another --output.")
 
 
 def rows_of_table(path: str, rows: str) -> tuple[dict[str, Any], TableEncoding, Any, Tensor]:
@@ -126,8 +126,9 @@ def rows_of_table(path: str, rows: str) -> tuple[dict[str, Any], TableEncoding, 
     data = record["data"] or {}
     if "table" not in data:
         raise ValueError(
-            f"{path} was trained on {data.get('name', 'unknown data')}, which is not a TableFile; "
-            "this command takes the rows of a table. In Python use load_posterior."
+            f"{path} was trained on {data.get('name', 'unknown data')}, which is not a TableFile. "
+            "This command needs a network that was trained on a table. In Python use "
+            "load_posterior."
         )
     encoding = TableEncoding(**data["table"])
     frame = encoding.read(rows)
@@ -142,10 +143,10 @@ def _refuse_largest(x: Tensor, model: nn.Module, encoding: TableEncoding, rows: 
         x = (x.double() - model.mean.double().cpu()) / model.std.double().cpu()
     row, column = divmod(int(x.abs().argmax()), x.shape[1])
     raise ValueError(
-        f"'{rows}': a prediction is no finite number. The value of column "
-        f"{encoding.columns[column]!r} in row {row}, from 0, is the farthest from the training "
-        f"data ({float(x[row, column]):.3g} standard deviations from its mean); correct it, or "
-        "drop the row."
+        f"'{rows}': a prediction is not finite. The value of column {encoding.columns[column]!r} "
+        f"in row {row} (counted from 0) has the largest distance from the training data: "
+        f"{float(x[row, column]):.3g} standard deviations from the mean. Correct it, or remove the "
+        "row."
     )
 
 

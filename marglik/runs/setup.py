@@ -89,14 +89,14 @@ def checked_setup(
     run = replace(run, progress=run.progress and ranks.rank == 0)
     if run.members > 1 and provenance.model is None:
         raise ValueError(
-            f"members={run.members}: the members are built from provenance.model, which is None. "
+            f"members={run.members} needs provenance.model to build the members, but it is None. "
             "Pass Provenance(model={'class_path': ..., 'init_args': {...}})."
         )
     splits = data.load()
     check_test_labels(splits, likelihood_of(likelihood))
     if not splits.are_images and (run.augmentation != "none" or ood):
         raise ValueError(
-            f"{splits.name} holds no images; augmentation and ood are for images. Leave them out."
+            f"{splits.name} contains no images. augmentation and ood are for images. Omit both."
         )
     model, provenance = with_standardised_columns(model, splits, provenance)
     if run.augmentation == "learned":
@@ -111,15 +111,15 @@ def checked_setup(
     examples = len(tensors_in(splits.train)[-1])
     if 2 * examples < number and ranks.rank == 0:
         warnings.warn(
-            f"held_out={run.held_out} leaves {examples} of {number} examples to train on; the "
-            "others only calibrate. A tenth is usual.",
+            f"held_out={run.held_out} leaves {examples} of {number} examples for training. The "
+            "other examples are only used for calibration. A tenth is usual.",
             stacklevel=2,
         )
     if min(run.batch_size, examples) < ranks.size:
         raise ValueError(
-            f"batch_size {run.batch_size}, {examples} training examples: {ranks.size} processes "
-            f"need batches of at least {ranks.size} examples, one for each. Use larger batches, or "
-            "fewer processes."
+            f"batch_size={run.batch_size} with {examples} training examples is too small: each of "
+            f"{ranks.size} processes needs at least one example per batch. Use batches of at least "
+            f"{ranks.size} examples, or fewer processes."
         )
     return Setup(
         splits=splits, held_out=number - examples, ood_images=ood_images, model=model,
@@ -145,9 +145,10 @@ def check_test_labels(splits: Splits, likelihood: Likelihood) -> None:
     numbers = [int(label) for label in unknown]
     names = [str(k) if splits.classes is None else splits.classes[k] for k in numbers]
     message = (
-        f"{splits.name}: no training example has the label(s) {', '.join(names[:10])}"
-        f"{', ...' if len(names) > 10 else ''}, which test examples have. A network cannot learn "
-        "them; are the labels of both parts numbered alike?"
+        f"{splits.name}: test examples have the label(s) "
+        f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}, which no training example "
+        "has. A network cannot learn them. Check that the labels of both parts are numbered "
+        "alike."
     )
     if len(unknown) == len(labels):
         raise ValueError(f"{message} The test part has no other labels.")
@@ -163,8 +164,8 @@ def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[
     is_fixed = prior.method == "fixed"
     if is_fixed and run.augmentation == "learned":
         raise ValueError(
-            "prior.method fixed learns nothing, and augmentation learned would keep its initial "
-            "ranges; drop one of them."
+            "prior.method fixed learns nothing, so augmentation learned would keep its initial "
+            "ranges. Omit one of the two."
         )
     gains = [] if is_fixed else ["learned weight decays"]
     gains += ["learned invariances"] if run.augmentation == "learned" else []
@@ -172,16 +173,17 @@ def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[
     if of_targets.has_label_noise and of_targets.to_learn():
         if is_fixed:
             raise ValueError(
-                f"prior.method fixed learns nothing, and likelihood {likelihood} would keep 0 as "
-                "its share of wrong labels: give it, as in 'noisy_classification(noise=0.2)', or "
-                "take 'classification', whose calibration fits it."
+                f"prior.method fixed learns nothing, so likelihood {likelihood} would keep a share "
+                "of wrong labels of 0. Pass the share, for example "
+                "'noisy_classification(noise=0.2)', or choose 'classification', whose calibration "
+                "fits the share."
             )
         gains += ["label noise"]
     gains += ["averaged parameters"] if prior.schedule(run.epochs).averages else []
     if run.baseline and not gains:
         raise ValueError(
-            "baseline trains with the initial weight decay and no average, and so do prior.method "
-            "fixed and prior.average null; drop one of them."
+            "baseline trains a network with the initial weight decay and no average. prior.method "
+            "fixed with prior.average null trains the same network. Omit one of them."
         )
     return gains
 

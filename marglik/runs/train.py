@@ -216,8 +216,8 @@ def _cost_of_plain(setup: Setup, outcome: OnlineResult, so_far: float) -> tuple[
     seconds /= model.copies if setup.run.augmentation == "learned" else 1
     needed = f"{seconds / 60:.0f} min" if seconds > 120 else f"{seconds:.0f} s"
     no_verdict = (
-        f"No verdict on what was gained: a plain network to compare with takes about {needed} "
-        "more. The same command with --resume --baseline adds it."
+        f"No verdict, because there is no plain network to compare with. It takes about {needed} "
+        "more. Add --resume --baseline to the same command to train it."
     )
     is_cheap = seconds <= max(CHEAP_SECONDS, CHEAP_SHARE * so_far)
     return setup.ranks.gather((is_cheap, no_verdict))[0]  # clocks differ between ranks

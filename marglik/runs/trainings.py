@@ -199,11 +199,11 @@ def compare_with_plain(
 
     The ``results`` so far are the learned network's, as are the ``scores`` of `evaluate_learned`.
     """
-    _logger.info("the plain network, to compare with")
+    _logger.info("training the plain network for the comparison")
     try:
         model, outcome = train_network(setup, plain)
     except FloatingPointError as error:
-        verdict = f"No verdict on what was gained, since the plain network diverged: {error}"
+        verdict = f"No verdict, because the plain network diverged: {error}"
         return replace(results, verdict=verdict)
     trained = time.perf_counter()
     learner: Any = outcome.learner

@@ -21,7 +21,7 @@ STATE = "state.pt"
 MINUTES = 1.0
 """Least time between two states, unless one is to be written in any case."""
 SIZE_OF_SUM = hashlib.sha256().digest_size
-REMEDY = "Start again: --overwrite instead of --resume."
+REMEDY = "Start again with --overwrite instead of --resume."
 
 
 class Checkpoints:
@@ -86,11 +86,14 @@ class Checkpoints:
         """
         path = self.folder / STATE
         if not path.is_file():
-            raise FileNotFoundError(f"{self.folder} holds no state ({STATE} is missing).")
+            raise FileNotFoundError(f"{self.folder} contains no state ({STATE} is missing).")
         content = path.read_bytes()
         content, checksum = content[:-SIZE_OF_SUM], content[-SIZE_OF_SUM:]
         if checksum != hashlib.sha256(content).digest():
-            raise ValueError(f"{path} is not as marglik wrote it: it is damaged. {REMEDY}")
+            raise ValueError(
+                f"{path} is damaged: its content differs from the content that marglik wrote. "
+                f"{REMEDY}"
+            )
         self.ranks.agree({"the sum of the checkpoint": checksum.hex()})
         file = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         check_same_run(self.run, json.loads(file["run"]), self.folder)
@@ -111,9 +114,9 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
         our_value, their_value = (run.get(name, "nothing") for run in (ours, theirs))
         if our_value != their_value:
             raise ValueError(
-                f"{folder} is of another run: {name} is {their_value} there, {our_value} here. "
-                "Resume with the options that it was started with, or pass --overwrite to start "
-                "again, or another --output."
+                f"{folder} belongs to another run: {name} is {their_value} there and {our_value} "
+                "here. Resume with the same options, start again with --overwrite, or pass "
+                "another --output."
             )
 
 

@@ -60,7 +60,7 @@ def tensors_of(model: nn.Module, without: Iterable[str] = ()) -> dict[str, Tenso
     if other:
         raise ValueError(
             f"'{other[0]}' in the state dict of {type(model).__name__} is a "
-            f"{type(state[other[0]]).__name__}; only tensors can be saved. Take it out of the "
+            f"{type(state[other[0]]).__name__}. Only tensors can be saved. Remove it from the "
             "state dict (get_extra_state)."
         )
     return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
@@ -79,8 +79,8 @@ def check_state(
         there, here = (_described(of.get(name), casts) for of in (state, own))
         if there != here:
             raise ValueError(
-                f"{source} is of another network: '{name}' {there} there, and {here} in {kind}. "
-                "Pass the class, options and dtype that the network was trained with (--model)."
+                f"{source} belongs to another network: '{name}' {there} there, but {here} in "
+                f"{kind}. Pass the class, options and dtype of the training (--model)."
             )
 
 
@@ -129,10 +129,10 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
         prefixes += prefix
     if {"mean", "std"} <= state.keys() - own.keys():
         raise ValueError(
-            f"{path} is of a network in a marglik.models.Standardised, which marglik train puts "
-            "around the network of a table. Pass it as --model, with the network as its model, and "
-            "with mean and std as in the model of the run's posterior.json; or evaluate the run's "
-            "own posterior (marglik evaluate)."
+            f"{path} belongs to a network in a marglik.models.Standardised, which marglik train "
+            "puts around the network of a table. Pass Standardised as --model, with the network "
+            "as its model, and with mean and std from the model in the run's posterior.json. Or "
+            "evaluate the run's own posterior (marglik evaluate)."
         )
     check_state(model, state, str(path), casts=True)
     notes = [f"the prefix {prefixes!r} was removed from all names"] if prefixes else []
@@ -152,7 +152,7 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch.load raises whatever the broken file leads to
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{path} could not be read as a file of tensors: {reason} Save the network's "
+            f"{path} cannot be read as a file of tensors: {reason} Save the network's "
             "state_dict(), preferably as safetensors."
         ) from error
     for key in NESTED:
@@ -161,7 +161,7 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     is_state = isinstance(content, Mapping) and len(content) > 0
     if not is_state or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(
-            f"{path} holds no state dict, neither at the top nor under {', '.join(NESTED)}. Save "
-            "the network's state_dict()."
+            f"{path} contains no state dict, neither at the top nor under {', '.join(NESTED)}. "
+            "Save the network's state_dict()."
         )
     return dict(content)

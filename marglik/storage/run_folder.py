@@ -107,22 +107,22 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
     """
     if folder.is_symlink():
         raise FileExistsError(
-            f"{folder} is a link, and marglik removes nothing through links. Pass the folder that "
-            f"it points to: --output {folder.resolve()}."
+            f"{folder} is a link, and marglik removes nothing through links. Pass its target: "
+            f"--output {folder.resolve()}."
         )
     present = [name for name in ALL if (folder / name).exists() or (folder / name).is_symlink()]
     if not present or (present == [CHECKPOINT] and _names_of_states(folder) == []):
         return
     if not _is_of_run(folder):
         raise FileExistsError(
-            f"{folder} holds {', '.join(present)}, which no run of marglik has left: it is never "
-            "overwritten. Pass another --output, or move it away."
+            f"{folder} contains {', '.join(present)}, which marglik did not write, so the folder "
+            "is not overwritten. Pass another --output, or move these files."
         )
     if not overwrite:
         can_resume = any((folder / CHECKPOINT).glob(f"*/{STATE}"))
         resume = "--resume (of marglik train) to continue it, " if can_resume else ""
         raise FileExistsError(
-            f"{folder} already holds a run ({present[0]}); pass --overwrite, {resume}or another "
+            f"{folder} already contains a run ({present[0]}). Pass --overwrite, {resume}or another "
             "--output."
         )
 
@@ -210,8 +210,8 @@ def read_evaluation(folder: Path) -> Evaluation | None:
     evaluation, posterior = _read_as(Evaluation, folder / EVALUATION), folder / POSTERIOR
     if evaluation and posterior.is_file() and evaluation.posterior != file_sum(posterior):
         raise ValueError(
-            f"{folder / EVALUATION} is an evaluation of another posterior than {POSTERIOR} beside "
-            f"it. Remove it, then run marglik evaluate {folder}."
+            f"{folder / EVALUATION} belongs to another posterior than {POSTERIOR} in the same "
+            f"folder. Remove it, then run marglik evaluate {folder}."
         )
     return evaluation
 
@@ -260,16 +260,16 @@ def read_record(path: Path) -> dict[str, Any]:
     way_out = "Put the original back, or run the command that wrote it again."
     if not is_whole:
         raise ValueError(
-            f"{path} is not as marglik wrote it: it was truncated or altered, or another program "
-            f"wrote it. {way_out}"
+            f"{path} is not a file that marglik wrote: it was truncated or altered, or another "
+            f"program wrote it. {way_out}"
         )
     for name, expected in sums.items():
         file = path.parent / name
         # A record from elsewhere must not have any file read: only those beside it.
         if Path(name).name != name or not file.is_file() or file_sum(file) != expected:
             raise ValueError(
-                f"{file} is missing, or not the one that {path.name} was written with: it was "
-                f"truncated or altered, or is from another run. {way_out}"
+                f"{file} is missing or does not belong to {path.name}: it was truncated or "
+                f"altered, or is from another run. {way_out}"
             )
     return record
 
@@ -294,7 +294,7 @@ def read_posterior(folder: str | Path) -> dict[str, Any]:
     record = read_record(Path(folder) / POSTERIOR)
     if not record:
         raise FileNotFoundError(
-            f"No posterior in {folder} ({POSTERIOR} is missing); make one with marglik train or "
+            f"No posterior in {folder} ({POSTERIOR} is missing). Create one with marglik train or "
             "save_posterior."
         )
     return record

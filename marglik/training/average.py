@@ -75,8 +75,8 @@ class WeightAverage:
         """Include the step before; another one follows."""
         if self.is_temporary:
             raise RuntimeError(
-                "The optimiser stepped within averaged(), at whose end the parameters go back to "
-                "what they were before. Train outside of it."
+                "The optimiser stepped within averaged(). At its end the parameters are restored, "
+                "so this step would be lost. Train outside of the context."
             )
         self.include_latest()
         self.has_latest = self.is_written = False
@@ -136,8 +136,8 @@ class WeightAverage:
         for value, p in values:
             if value.dtype != (dtype := torch.promote_types(p.dtype, torch.float32)):
                 raise ValueError(
-                    f"The state's averages are in {value.dtype}; those of parameters in {p.dtype} "
-                    f"are in {dtype}. Load the state as it was saved, with the same model and "
+                    f"The state's averages are in {value.dtype}, but parameters in {p.dtype} need "
+                    f"averages in {dtype}. Load the state as it was saved, with the same model and "
                     "dtype."
                 )
         self.count, self.has_latest = state["count"], state["has_latest"]
@@ -225,7 +225,7 @@ def take_average(problem: "Problem", state: "LearnerState") -> None:
         )
     for average in state.averages:
         average.is_written = True
-    _logger.info("parameters are their average over %d steps", state.averages[-1].count)
+    _logger.info("the parameters are now their average over %d steps", state.averages[-1].count)
 
 
 @contextmanager

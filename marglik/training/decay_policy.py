@@ -208,9 +208,9 @@ class DecayPolicy:
             self._raise_start(problem, state)
         if measures.invariant and self.invariant_limit is not None:
             _logger.info(
-                "the outputs do not depend on the length of %s (a normalisation follows): their "
-                "weight decay acts on the learning rate of their direction alone, and training "
-                "takes at most %.0e of it",
+                "the outputs do not depend on the length of %s, because a normalisation follows. "
+                "The weight decay of these weights only acts as an effective learning rate, and "
+                "is limited to %.0e",
                 ", ".join(measures.invariant),
                 self.invariant_limit,
             )
@@ -405,12 +405,12 @@ class DecayPolicy:
             return
         if passed[-2] < epochs / 2 <= passed[-1] < epochs:
             warnings.warn(
-                f"Half of the fall of the training loss up to epoch {passed[-1]} came in the "
-                "second half of these epochs: the network does not fit yet, and weight decays "
-                "learned now can keep it from fitting. Compare with a training without them "
-                "(updates=0; as a command --prior.method fixed), and train longer, with smaller "
-                "batches or a higher learning rate, or, from Python alone, let no decay rise until "
-                "the network fits (late_fit='hold').",
+                "The network does not fit yet: half of the fall of the training loss up to epoch "
+                f"{passed[-1]} came in the second half of these epochs. The present weight decays "
+                "can keep it from fitting. Compare with a training that learns no weight decays "
+                "(updates=0, or --prior.method fixed). Train longer, with smaller batches, or "
+                "with a higher learning rate. In Python, late_fit='hold' lets no weight decay "
+                "rise until the network fits.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -426,10 +426,10 @@ class DecayPolicy:
         error = largest_error(evidences) if state.measures.has_estimates else 0.0
         if last < best - self.fallen_evidence - error:
             warnings.warn(
-                f"The evidence per example fell from {best:.3f} to {last:.3f}: the network has "
-                "come to fit what its weight decays kept it from at first (wrong labels?), or its "
-                "steps are too large. Try a larger initial weight decay, such as 0.1, or a lower "
-                "learning rate, and keep the run whose last evidence is higher.",
+                f"The evidence per example fell from {best:.3f} to {last:.3f}. Either the network "
+                "fits wrong labels, which its weight decays prevented at first, or its steps are "
+                "too large. Try a larger initial weight decay, such as 0.1, or a lower learning "
+                "rate, and keep the run with the higher last evidence.",
                 RuntimeWarning,
                 stacklevel=3,
             )

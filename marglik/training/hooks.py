@@ -122,11 +122,11 @@ class StepHooks:
         names = [self._parameters.get(id(p)) for group in groups for p in group["params"]]
         if name := next((name for name in names if name), None):
             raise RuntimeError(
-                f"{type(optimizer).__name__} has stepped '{name}', whose weight decay acts in the "
-                "steps of the optimisers alone that start was called with. Pass start all "
-                "optimisers, as a list. To go on with a new optimiser, call learner.detach(), "
-                "learner.load_state_dict(learner.state_dict()), and then learner.start(...) with "
-                "it."
+                f"{type(optimizer).__name__} made a step for '{name}', but start was not called "
+                "with this optimiser. Weight decays only act in the optimisers passed to start. "
+                "Pass all optimisers to start, as a list. To continue with a new optimiser, call "
+                "learner.detach(), learner.load_state_dict(learner.state_dict()), and then "
+                "learner.start(...) with it."
             )
 
     def count_before(self, optimizer: torch.optim.Optimizer) -> None:
@@ -243,8 +243,8 @@ def _before_step(
     def with_prior() -> Any:
         if calls:
             raise RuntimeError(
-                f"{type(optimizer).__name__} has evaluated its closure twice in one step; the "
-                "prior learns in steps of one evaluation, as those of SGD and Adam."
+                f"{type(optimizer).__name__} evaluated its closure twice in one step. The prior "
+                "supports optimisers with one evaluation per step, such as SGD and Adam."
             )
         calls.append(closure())
         own.add_penalty(optimizer, part)

@@ -76,17 +76,17 @@ def check_learned_numbers(problem: Problem, state: LearnerState, batch: Any) -> 
         outputs_and_labels(problem, state, problem.held_out)
     elif num_early < EPOCHS_THAT_SHOW:
         raise ValueError(
-            f"Training labels show the share of wrong ones in {EPOCHS_THAT_SHOW} epochs in a row "
-            f"before the last third, and here come {num_early}. Pass held_out=batches, a tenth of "
-            "the data, that the network is not trained on, give the share: "
-            "'noisy_classification(noise=0.2)', or train longer."
+            f"To learn the share of wrong labels from the training labels, {EPOCHS_THAT_SHOW} "
+            "epochs in a row are needed before the last third of the epochs. This training has "
+            f"{num_early}. Pass a tenth of the data as held_out=batches, without training on them. "
+            "Or pass the share, for example 'noisy_classification(noise=0.2)', or train longer."
         )
     elif problem.ranks.rank == 0:
         _logger.warning(
-            "without held-out labels, the share of wrong labels is what the training labels show "
-            "before the network fits them, often too little. Better pass held_out=batches, a tenth "
-            "of the data, that the network is not trained on, or give the share: "
-            "'noisy_classification(noise=0.2)'."
+            "without held-out labels, the share of wrong labels is estimated from the training "
+            "labels before the network fits them, and is often too small. For a better estimate, "
+            "pass a tenth of the data as held_out=batches, without training on them, or pass the "
+            "share: 'noisy_classification(noise=0.2)'."
         )
 
 
@@ -94,8 +94,8 @@ def _check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> Non
     """Raise an error if the evidence of a batch has no derivative in what it is to learn."""
     if (structure := problem.options.hessian_structure) != "kron":
         raise NotImplementedError(
-            f"hessian_structure={structure!r} has no derivatives for the likelihood's numbers and "
-            "the augmentations' ranges; take 'kron', or fix them."
+            f"hessian_structure={structure!r} has no derivatives in the likelihood's parameters "
+            "and the augmentations' ranges. Choose 'kron', or fix these parameters."
         )
     names = problem.learned_by_evidence
     modules = [] if state.ranges is None else state.ranges.modules

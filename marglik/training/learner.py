@@ -127,9 +127,9 @@ class PriorLearner:
         problem.has_rounds = hooks == "all" and steps is None
         if any(active_hooks(one) is not None for one in optimizers):
             raise RuntimeError(
-                "Another PriorLearner has started with this optimiser and has not finished: the "
-                "prior would act twice. Call the other learner's finish() or detach(), or make a "
-                "new optimiser."
+                "Another PriorLearner has started with this optimiser and has not finished. Both "
+                "priors would act at once. Call finish() or detach() of the other learner, or "
+                "create a new optimiser."
             )
         problem.replay(*self._replayed)
         hyper = self._hyperparameters or problem.initial_hyperparameters()
@@ -156,9 +156,9 @@ class PriorLearner:
         """
         if self._hooks is not None:
             raise TypeError(
-                "A PriorLearner in training cannot be pickled or copied, since its hooks are on "
-                "the optimiser. Save learner.state_dict(), and load it into a new learner before "
-                "its start; or copy the learner after finish() or detach()."
+                "A PriorLearner in training cannot be pickled or copied, because its hooks belong "
+                "to the optimiser. Save learner.state_dict() and load it into a new learner "
+                "before its start. Or copy the learner after finish() or detach()."
             )
         return vars(self)
 
@@ -171,7 +171,7 @@ class PriorLearner:
     def averaged(self) -> AbstractContextManager[nn.Module]:
         """A context with the network as `finish` would leave it, see `average.averaged`."""
         if not hasattr(self, "state"):
-            raise RuntimeError("The learner has no network yet; call start before averaged.")
+            raise RuntimeError("The learner has no network yet. Call start before averaged.")
         if self._hooks is not None and self._hooks.weights_since_steps() == "changed":
             return nullcontext(self.problem.model)
         return averaged(self.problem, self.state)
@@ -193,7 +193,7 @@ class PriorLearner:
             ValueError: no batch, or targets that do not fit the outputs.
         """
         if not hasattr(self, "state"):
-            raise RuntimeError("The learner has no network yet; call start before validation_loss.")
+            raise RuntimeError("The learner has no network yet. Call start before validation_loss.")
         check_read_twice(batches)
         return validation_loss(self.problem, self.state, batches)
 
@@ -221,13 +221,14 @@ class PriorLearner:
         """
         if not hasattr(self, "state") or (self._hooks and 0 in self.state.steps):
             raise RuntimeError(
-                "The learner has seen no step of the optimiser, and no weight decay acted. Call "
-                "start with the optimiser, or the list of all, whose step() the loop calls."
+                "The optimiser made no step since start, so no weight decay acted. Call start "
+                "with the optimiser whose step() the loop calls, or with a list of all "
+                "optimisers."
             )
         if self.state.averages[0].is_temporary:
             raise RuntimeError(
-                "finish() was called within averaged(), at whose end the parameters go back to "
-                "what they were before. Call it after that."
+                "finish() was called within averaged(). At its end the parameters are restored. "
+                "Call finish() after the context."
             )
         if average is None:
             average = self._takes_average()
@@ -244,15 +245,15 @@ class PriorLearner:
             since = "unchanged"  # finish keeps the parameters either way
         if since == "unclear":
             raise RuntimeError(
-                "The parameters have changed since the optimiser's last step. They also changed "
-                "after some of the steps before, but not after others. So finish() cannot decide "
-                "whether they are a restored state. Call finish(average=False) to keep them, or "
+                "finish() cannot decide whether the parameters are a restored state: they have "
+                "changed since the optimiser's last step, and also after some of the earlier "
+                "steps, but not after others. Call finish(average=False) to keep them, or "
                 "finish(average=True) to take the average of the steps."
             )
         if since == "changed":
             _logger.info(
-                "finish keeps the parameters, which have changed since the optimiser's last step, "
-                "and takes no average; finish(average=True) would take it"
+                "finish keeps the parameters, because they have changed since the optimiser's "
+                "last step, and takes no average. finish(average=True) takes the average"
             )
         return self._averages and since != "changed"
 
@@ -307,6 +308,8 @@ class PriorLearner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned; takes effect at the next `start`."""
         if self._hooks is not None:
-            raise RuntimeError("The learner has started; call load_state_dict(state) before start.")
+            raise RuntimeError(
+                "The learner has already started. Call load_state_dict(state) before start."
+            )
         check_keys("PriorLearner", state, ["identity", "part", *SAVED])
         self._saved = dict(state)

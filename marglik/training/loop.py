@@ -171,12 +171,12 @@ class OnlineTraining:
         check_module(model)
         epochs = learner.options.schedule.epochs
         if epochs is None:
-            raise ValueError("The loop needs a number of epochs; pass Schedule(epochs=...).")
+            raise ValueError("The loop needs a number of epochs. Pass Schedule(epochs=...).")
         kfac = optimizer if isinstance(optimizer, KFAC) else None
         if compile_mode is not None and kfac is not None:
             raise ValueError(
-                "A compiled model hides its layers from K-FAC (optimizer.name=kfac). Train without "
-                "compile, or with another optimiser."
+                "K-FAC (optimizer.name=kfac) cannot place hooks in a compiled model. Train "
+                "without compile, or with another optimiser."
             )
         self.model = model
         self.train_loader = train_loader
@@ -343,7 +343,7 @@ class OnlineTraining:
             if latest is None:
                 raise ValueError(
                     f"Rank {self.ranks.rank} of {self.ranks.size} has no example of the first "
-                    "batch; each batch but the last must have at least as many examples as there "
+                    "batch. Each batch except the last needs at least as many examples as there "
                     "are ranks."
                 )
             x, y = latest
@@ -368,7 +368,7 @@ class OnlineTraining:
         if not torch.isfinite(totals).all():
             raise FloatingPointError(
                 f"The training loss is not finite in epoch {epoch}. Likely causes: NaN in the "
-                "data, or too large a learning rate; try a tenth of it."
+                "data, or a learning rate that is too large. Try a tenth of the learning rate."
             )
         record: Record = {
             "kind": "epoch",
@@ -518,8 +518,8 @@ def _warn_of_batch_norm(model: nn.Module) -> None:
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             warnings.warn(
                 f"Layer '{name}' ({type(module).__name__}) normalises the examples of each rank "
-                "separately, so that steps differ from those of one process. On GPUs, "
-                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) normalises over all.",
+                "separately, so the steps differ from the steps of one process. On GPUs, "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) normalises over all ranks.",
                 stacklevel=3,
             )
             return
@@ -558,19 +558,19 @@ def ranks_of(fabric: "Fabric | OneDevice") -> Ranks:
         return Ranks(None)
     if fabric.world_size == 1:
         raise ValueError(
-            f"This is one of {running} processes of torch.distributed, but the Fabric has a "
-            "single device: each process would train a network of its own on its part of the "
-            f'data. Pass fabric=Fabric(devices={running}, strategy="ddp"), after its launch(), '
-            "or leave the process group (torch.distributed.destroy_process_group())."
+            f"This is one of {running} processes of torch.distributed, but the Fabric has a single "
+            "device. Each process would train its own network on its part of the data. Pass "
+            f'fabric=Fabric(devices={running}, strategy="ddp") after its launch(), or leave the '
+            "process group (torch.distributed.destroy_process_group())."
         )
     if strategy != "DDPStrategy":
         raise NotImplementedError(
-            f"The Fabric's strategy is {strategy}; the curvature needs the whole network on each "
-            'rank. Pass Fabric(strategy="ddp").'
+            f"The Fabric's strategy is {strategy}, but the curvature needs the whole network on "
+            'each rank. Pass Fabric(strategy="ddp").'
         )
     if running != fabric.world_size:
         raise RuntimeError(
-            f"The Fabric is for {fabric.world_size} processes, but this is one of {running}: call "
+            f"The Fabric is for {fabric.world_size} processes, but this is one of {running}. Call "
             "fabric.launch() first."
         )
     return Ranks()

@@ -184,11 +184,11 @@ def warn_of_another_gradient(
     is_factor = same(loops, factor * ours)
     if smoothing and not is_sum and (smoothing <= 0.5 or not is_factor):
         difference = (
-            f"is that of labels smoothed by {smoothing:.4g}. Pass the likelihood "
-            f"'classification(smoothing={smoothing:.4g})', or leave the smoothing out"
+            f"belongs to labels with a smoothing of {smoothing:.4g}. Pass the likelihood "
+            f"'classification(smoothing={smoothing:.4g})', or omit the smoothing"
         )
     elif is_factor:
-        difference = f"is {factor:.4g} times that of the likelihood"
+        difference = f"is {factor:.4g} times the gradient of the likelihood"
         if is_sum:
             difference += ', as with reduction="sum". Take the mean'
         elif counts_first_labels:
@@ -206,17 +206,18 @@ def warn_of_another_gradient(
             )
     elif ours.shape[1] > 1 and same(loops, _per_term(loops, ours) * ours):
         difference = (
-            f"counts some {unit} more than others. Give the likelihood their weights, as in "
-            "'classification(weights=[1, 2])' or \"weighted(of='regression')\""
+            f"has larger weights for some {unit} than for others. Give the likelihood these "
+            "weights, for example 'classification(weights=[1, 2])' or \"weighted(of='regression')\""
         )
     else:
         difference = (
-            "has another direction. Are there label smoothing, class weights, mixed examples or "
-            "a further term? Choose a likelihood that says so (docs/likelihoods.md)"
+            "has another direction. Possible reasons are label smoothing, class weights, mixed "
+            "examples or a further term. Choose a likelihood with this loss (docs/likelihoods.md)"
         )
     warnings.warn(
-        f"The loop's loss is not that of likelihood '{likelihood}', whose evidence decides the "
-        f"weight decays: its gradient in the outputs of the first batch {difference}.",
+        f"The loop's loss differs from the loss of likelihood '{likelihood}', whose evidence "
+        "determines the weight decays. Its gradient in the outputs of the first batch "
+        f"{difference}.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -110,19 +110,19 @@ class LearnerOptions:
             check_positive(name, getattr(self, name))
         if self.method == "mackay" and self.policy.lowering:
             raise ValueError(
-                "lowering=True adds to the gradient in log δ, and method='mackay' takes no steps "
-                "along a gradient. Pass method='adam', or lowering=False."
+                "lowering=True needs steps along the gradient in log δ, but method='mackay' takes "
+                "none. Pass method='adam', or lowering=False."
             )
         if self.learn_sigma_noise and not self.likelihood.has_sigma:
             raise ValueError(
-                f"learn_sigma_noise=True is for likelihood 'regression', not '{self.likelihood}'."
+                f"learn_sigma_noise=True needs likelihood 'regression', not '{self.likelihood}'."
             )
         if self.likelihood.has_label_noise and self.likelihood.to_learn() and not self.learns:
             raise ValueError(
-                f"Likelihood '{self.likelihood}' would keep 0 as its share of wrong labels, since "
-                "nothing is learned (updates=0, or none before the end). Give the share, as in "
-                "'noisy_classification(noise=0.2)', or take 'classification', whose calibration "
-                "fits it."
+                f"Likelihood '{self.likelihood}' would keep a share of wrong labels of 0, because "
+                "no update learns it (updates=0, or none before the end). Pass the share, for "
+                "example 'noisy_classification(noise=0.2)', or choose 'classification', whose "
+                "calibration fits the share."
             )
 
     @classmethod
@@ -149,8 +149,8 @@ class LearnerOptions:
                     for part, one in names.items()
                 )
                 raise TypeError(
-                    f"{name!r} is not an option of PriorLearner; there are {', '.join(own)} and "
-                    f"{objects}."
+                    f"{name!r} is not an option of PriorLearner. Its options are {', '.join(own)} "
+                    f"and {objects}."
                 )
         for part, one in names.items():
             if values := {name: value for name, value in options.items() if name in one}:
@@ -272,8 +272,9 @@ class Problem:
         """
         if decays and names != [*self.named]:
             raise ValueError(
-                f"The decays to replay are of parameters {', '.join(names)}, and this network has "
-                f"{', '.join(self.named)}. The members of an ensemble need one architecture."
+                f"The weight decays to replay belong to the parameters {', '.join(names)}, but "
+                f"this network has {', '.join(self.named)}. All members of an ensemble need the "
+                "same architecture."
             )
         self.replayed = decays
         if ranges:
@@ -284,8 +285,9 @@ class Problem:
         trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
         if changed := sorted(trainable ^ self.named.keys()):
             raise ValueError(
-                f"Parameter '{changed[0]}' was frozen or unfrozen since start, which counts those "
-                "that are trained. Change requires_grad before start; another start learns anew."
+                f"Parameter '{changed[0]}' was frozen or unfrozen after start, which stores the "
+                "trainable parameters. Change requires_grad before start. To train other "
+                "parameters, call start again, which begins a new learning."
             )
 
     @property
@@ -353,8 +355,8 @@ class Problem:
             lacks = "held-out batches: pass held_out to start"
         if self.corrects_decays and lacks:
             raise ValueError(
-                f"raise_limit and lowering need {lacks}. Leave both out to learn the decays by the "
-                "evidence alone."
+                f"raise_limit and lowering need {lacks}. Omit both to learn the weight decays only "
+                "from the evidence."
             )
 
     def look_at_data(
@@ -425,7 +427,7 @@ class Problem:
         if options.mean_over == "examples" and number != 1 and not sums_terms:
             raise ValueError(
                 f"The examples have {number:.4g} loss terms each. If the loss is a mean over all "
-                "terms, the prior's gradient must be smaller by this factor: pass "
+                "terms, the gradient of the prior must be divided by this number: pass "
                 "mean_over='terms'. If the loss is a mean over examples of sums over terms, call "
                 "start(..., sums_terms=True)."
             )
@@ -672,9 +674,9 @@ def check_saved(
     for name in dict.fromkeys([*ours, *theirs]):
         if theirs.get(name) != ours.get(name):
             raise ValueError(
-                f"The state of the prior is of another run: {name} is {theirs.get(name)!r} "
-                f"there, {ours.get(name)!r} here. Continue with the same model, data and "
-                "options, or start anew."
+                f"The state of the prior belongs to another run: {name} is {theirs.get(name)!r} "
+                f"there and {ours.get(name)!r} here. Continue with the same model, data and "
+                "options, or start a new run."
             )
     ranks = problem.ranks
     check_part(saved, ranks.rank, ranks.size)
@@ -723,14 +725,14 @@ def optimizers_of(
             inner = inner.optimizer
         if not isinstance(inner, torch.optim.Optimizer):
             raise TypeError(
-                f"The optimiser is {type(inner).__name__}; a torch.optim.Optimizer is needed, "
-                "or a list of them."
+                f"The optimiser is {type(inner).__name__}. Pass a torch.optim.Optimizer, or a list "
+                "of them."
             )
         if isinstance(inner, torch.optim.LBFGS):
             raise ValueError(
-                "LBFGS evaluates the loss several times in a step, and remembers the curvature of "
-                "an objective that each update of the prior changes. Pass SGD, Adam or another "
-                "optimiser of single steps."
+                "LBFGS evaluates the loss several times per step and stores the curvature of the "
+                "objective, which each update of the prior changes. Pass SGD, Adam or another "
+                "optimiser with one evaluation per step."
             )
         optimizers[index] = inner
     return optimizers
@@ -741,13 +743,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("weight_decay"):
             raise ValueError(
-                "The optimiser has a weight decay of its own; the prior takes its place. Set the "
+                "The optimiser has its own weight decay, but the prior replaces it. Set the "
                 "optimiser's weight_decay to 0."
             )
         if group.get("maximize"):
             raise ValueError(
-                "The optimiser maximises, which would let parameters grow by the prior's gradient. "
-                "Minimise the loss's negative (maximize=False)."
+                "The optimiser maximises, so the gradient of the prior would increase the "
+                "parameters. Minimise the negative loss (maximize=False)."
             )
 
 
@@ -768,10 +770,10 @@ def parts_of(
     if missing := [name for name, p in named.items() if id(p) not in owners]:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise ValueError(
-            f"The optimiser does not hold {', '.join(missing[:4])}{more}, whose weight decays "
-            "would be learned and never act. Pass the optimiser of this very model, made after the "
-            "last change of its parameters, or a list if there are several; or freeze what is not "
-            "trained (requires_grad_(False))."
+            f"The optimiser does not have {', '.join(missing[:4])}{more}. Their weight decays "
+            "would be learned without an effect. Pass the optimiser of this model, created after "
+            "the last change of its parameters, or a list of all optimisers. Or freeze the "
+            "parameters that are not trained (requires_grad_(False))."
         )
     parts: list[Part] = []
     for index, optimizer in enumerate(optimizers):

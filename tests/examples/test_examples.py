@@ -33,7 +33,7 @@ SHOWN = {
     "hugging_face_text": ["calibrated Laplace"],
     "active_learning": ["random: accuracy", "entropy: accuracy", "mutual_information: accuracy"],
     "bayesian_optimisation": [],
-    "lora": ["has others than it was fitted with", "Laplace, calibrated"],
+    "lora": ["has other frozen parameters than at the fit", "Laplace, calibrated"],
 }
 """What each prints, without any data of other people's."""
 NEED = {

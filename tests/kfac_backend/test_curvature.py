@@ -95,5 +95,5 @@ def test_factors_are_asked_for_once():
     curvature = CurvaturePass(network(), "classification")
     curvature.add(*data())
     curvature.factors()
-    with pytest.raises(ValueError, match="since the last factors"):
+    with pytest.raises(ValueError, match="since the last call of factors"):
         curvature.factors()

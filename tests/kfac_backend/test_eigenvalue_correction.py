@@ -165,11 +165,13 @@ def test_corrected_again():
 def test_what_does_not_fit_is_said():
     model, (x, y) = network(), data()
     factors = kronecker_factors(model, [(x, y)], "classification")
-    with pytest.raises(ValueError, match="saw 6 examples, the factors are of 7.*read twice"):
+    with pytest.raises(
+        ValueError, match="read 6 examples, but the factors are computed from 7.*read twice"
+    ):
         corrected_factors(factors, model, [(x[:6], y[:6])])
-    with pytest.raises(ValueError, match="saw 0 examples, the factors are of 7"):
+    with pytest.raises(ValueError, match="read 0 examples, but the factors are computed from 7"):
         corrected_factors(factors, model, iter([]))
-    with pytest.raises(ValueError, match="saw 7 examples, the factors are of 14"):
+    with pytest.raises(ValueError, match="read 7 examples, but the factors are computed from 14"):
         corrected_factors(2 * factors, model, [(x, y)])
     with pytest.raises(ValueError, match="fisher='exact', but the correction.*fisher='empirical'"):
         corrected_factors(factors, model, [(x, y)], fisher="empirical")

@@ -31,7 +31,7 @@ ALIKE = {
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap
-    pytest.mark.filterwarnings("ignore:No (K-FAC rule for|hook sees)"),
+    pytest.mark.filterwarnings("ignore:No (K-FAC rule for|hook captures)"),
 ]
 
 

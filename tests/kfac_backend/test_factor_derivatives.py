@@ -29,7 +29,7 @@ TOKENS = {
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap
-    pytest.mark.filterwarnings("ignore:No (K-FAC rule for|hook sees)"),
+    pytest.mark.filterwarnings("ignore:No (K-FAC rule for|hook captures)"),
 ]
 
 

@@ -169,7 +169,7 @@ def test_factors_that_cannot_fit_are_refused_before_any_work(kfac_approx, monkey
 
 def test_a_large_embedding_under_reduce(monkeypatch):
     monkeypatch.setattr("kfac_backend.layers.embedding.LARGEST_VOCABULARY", 20)
-    with pytest.raises(NotImplementedError, match="diagonal_above=20.*take expand"):
+    with pytest.raises(NotImplementedError, match="diagonal_above=20.*choose expand"):
         CurvaturePass(Language(), "classification", kfac_approx="reduce")
     CurvaturePass(Language(), "classification", kfac_approx="reduce", diagonal_above=20)
 

@@ -87,11 +87,11 @@ def test_loss_terms_of_one_example_are_never_mixed():
         (torch.zeros(2, 1), torch.tensor([0, 0]), "classification", ValueError, "bernoulli"),
         (
             *(torch.zeros(2, 5, 4, 3), torch.zeros(2, 4, 3).long(), "classification", ValueError),
-            "classes come last, (2, 4, 3, 5). Return f.movedim(1, -1)",
+            "Classes must come last, (2, 4, 3, 5). Return f.movedim(1, -1)",
         ),
         (
             *(torch.zeros(2, 5, 1), torch.zeros(2, 1).long(), "classification", ValueError),
-            "classes come last, (2, 1, 5)",
+            "Classes must come last, (2, 1, 5)",
         ),
         (torch.zeros(2, 1), torch.zeros(2, 3), "regression", ValueError, "same shape."),
         (torch.zeros(2, 1), torch.zeros(2), "regression", ValueError, "last axis: y[..., None]."),
@@ -99,7 +99,7 @@ def test_loss_terms_of_one_example_are_never_mixed():
         (torch.zeros(1, 1), torch.tensor([[1j]]), "regression", TypeError, "complex"),
         (torch.zeros(1, 1), torch.tensor([[1j]]), "bernoulli", TypeError, "complex"),
         (torch.zeros(1, 1), torch.tensor([[2.0]]), "bernoulli", ValueError, "[0, 1]"),
-        (torch.zeros(3), torch.zeros(3), "regression", ValueError, "leave out squeeze(-1)"),
+        (torch.zeros(3), torch.zeros(3), "regression", ValueError, "omit squeeze(-1)"),
         ({"logits": 1}, torch.zeros(3), "regression", TypeError, "dict"),
     ],
 )
@@ -221,5 +221,5 @@ def test_targets_that_do_not_count_are_in_order():
 def test_only_labels_can_be_ignored(likelihood):
     options = CurvatureOptions(ignore_index=IGNORED)
     for make in (Task, lambda *given: CurvaturePass(torch.nn.Linear(2, 2), *given)):
-        with pytest.raises(ValueError, match="ignore_index=-100 is for the labels of .*'classif"):
+        with pytest.raises(ValueError, match="ignore_index=-100 needs the labels of .*'classif"):
             make(likelihood, options)

@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_ends_a_training_which_resumes_with_fewer(worlds, 
     assert_goes_on(worlds, 1, torch.load(tmp_path / "state.pt"), alone["training"])
 
 
-OF_ANOTHER = "ValueError: The state is the part of rank {} of 2, and this is rank {} of 2"
+OF_ANOTHER = "ValueError: The state belongs to rank {} of 2, but this is rank {} of 2"
 DIFFER = "RankError: Ranks disagree: the loaded"
 REFUSED = {
     ("3.0", "3.1"): None,
@@ -198,8 +198,8 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
 @pytest.mark.parametrize(
     ("name", "words"),
     {
-        "tensor parallelism": "Parameter '0.weight' is spread over ranks by tensor parallelism",
-        "FSDP1": "NotImplementedError: The model is in FSDP1",
+        "tensor parallelism": "Parameter '0.weight' is sharded by tensor parallelism",
+        "FSDP1": "NotImplementedError: The model uses FSDP1",
         "diagonal": "needs whole models; this one is under fully_shard",
         "sample": "NotImplementedError: A sample of parameters needs whole parameters",
         "all layers": "NotImplementedError: The covariance of outputs by more than the last layer",
@@ -207,7 +207,7 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "Jacobians in training": "NotImplementedError: hessian_structure 'diag' needs whole par",
         "derivatives": "NotImplementedError: The gradient of factors in what the inputs depend on",
         "laplace-torch": "NotImplementedError: laplace-torch needs whole parameters",
-        "whole model": "ValueError: The state's 'momentum_buffer' is spread over ranks",
+        "whole model": "ValueError: The state's 'momentum_buffer' is sharded over ranks",
         "one rank saves": "RuntimeError: The values of",
         "another's block": "RuntimeError: The values of",
         "one rank alone": "are kept by another rank. Bring all blocks to this one first",

@@ -49,7 +49,7 @@ def test_chosen_graphs_are_those_that_loops_put_together(which, numbers):
 def test_nodes_of_chosen_graphs_are_renumbered():
     """Negative control: their old numbers would be those of other nodes, or of none."""
     graphs = some_graphs()
-    with pytest.raises(IndexError, match=r"shape \(2, 1\); use a slice or a one-dimensional"):
+    with pytest.raises(IndexError, match=r"shape \(2, 1\). Use a slice or a one-dimensional"):
         graphs[torch.tensor([[0], [1]])]
     late = graphs[4:]
     assert late.senders.tolist() == [1, 0]
@@ -89,12 +89,12 @@ INT = torch.int64
         ({"nodes": torch.zeros(13, 3, dtype=INT)}, "nodes has .* torch.int64 .* floating point"),
         ({"edges": torch.zeros(8, 2)}, r"senders has shape \(9,\) .* needs \(8,\) and torch.int64"),
         ({"edges": torch.zeros(9, 2, device="meta")}, "edges has .* on meta"),
-        ({"node_counts": torch.tensor([3, 1, 4, 0, 2, 4])}, "14 in all, but there are 13"),
+        ({"node_counts": torch.tensor([3, 1, 4, 0, 2, 4])}, "a sum of 14, but there are 13"),
         ({"receivers": torch.tensor([1, 0, 2, 0, 4, 5, 5, 8, 13])}, "receivers has node 13 .* 8"),
         ({"senders": torch.tensor([0, 1, -1, 2, 4, 7, 7, 9, 8])}, "senders has node -1 for edge 2"),
         (  # numbered within each graph, as files often do
             {"receivers": torch.tensor([1, 0, 2, 0, 0, 1, 1, 0, 1])},
-            "receivers has node 0 for edge 4 of graph 2",
+            "receivers has node 0 for edge 4, which is not a node of the edge's graph 2",
         ),
     ],
 )

@@ -144,7 +144,7 @@ def test_the_deepest_of_several_valleys():
     assert laplace.prior_precision.tolist() == [found.prior_precision["all"]]
     assert found.objective == valleys(laplace)
     assert len(calls) < 30
-    with pytest.warns(UserWarning, match="still falls at δ = 10, a bound"):
+    with pytest.warns(UserWarning, match="still decreases at δ = 10, a bound"):
         minimize_validation_loss(laplace, valleys, bounds=(10, 100))
 
 
@@ -176,5 +176,5 @@ def test_a_search_that_fails_leaves_the_prior():
     with pytest.raises(KeyboardInterrupt):
         minimize_validation_loss(laplace, loss)
     assert laplace.prior_precision.tolist() == fitted()[0].prior_precision.tolist()
-    with pytest.raises(TypeError, match="pass a loader or a list of batches"):
+    with pytest.raises(TypeError, match="Pass a loader or a list of batches"):
         minimize_validation_loss(laplace, iter([]))

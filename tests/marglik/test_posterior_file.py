@@ -121,7 +121,7 @@ def test_damaged_files_are_found(name, damage, folder, tmp_path):
         path.write_bytes((tmp_path / "other" / name).read_bytes())
     with pytest.raises((ValueError, FileNotFoundError), match=name) as caught:
         load_posterior(folder, model)
-    assert any(way in str(caught.value) for way in ("wrote it again", "make one with"))
+    assert any(way in str(caught.value) for way in ("wrote it again", "Create one with"))
     assert torch.equal(model[0].weight, network(seed=5)[0].weight)
 
 
@@ -149,7 +149,7 @@ def unsavable(kind):
     ("kind", "message"),
     [
         ("extra state", "_extra_state' in the state dict of Sequential is a dict"),
-        ("trained on", "no longer has the weights that the posterior was fitted at: '0.bias'"),
+        ("trained on", "no longer has the weights at which the posterior was fitted: '0.bias'"),
     ],
 )
 def test_what_cannot_be_saved_leaves_the_old_posterior(kind, message, folder):

@@ -46,8 +46,8 @@ class AttentionByParts(LayerByParts):
         """As `nn.MultiheadAttention.forward`; a batch is needed."""
         if query.dim() != 3:
             raise ValueError(
-                f"nn.MultiheadAttention got queries of shape {tuple(query.shape)}; the curvature "
-                "needs a batch of sequences, of three axes."
+                f"nn.MultiheadAttention got queries of shape {tuple(query.shape)}. The curvature "
+                "needs a batch of sequences, with three axes."
             )
         if not layer.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))

@@ -116,7 +116,7 @@ def test_what_it_cannot_do_is_named():
     model, x = case("decides")
     blocks, _ = posterior(model, x.flatten(0, 1))
     joint = OutputCovariance(model, blocks).joint
-    with pytest.raises(ValueError, match=r"x has shape \(4, 6\); sets of inputs"):
+    with pytest.raises(ValueError, match=r"x has shape \(4, 6\). Pass sets of inputs"):
         joint(x.flatten(0, 1))
-    with pytest.raises(NotImplementedError, match="joint covariances support outputs"):
+    with pytest.raises(NotImplementedError, match="Joint covariances need outputs"):
         joint(x[:, :, None].expand(-1, -1, 3, -1))

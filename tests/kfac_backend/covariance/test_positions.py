@@ -92,7 +92,7 @@ def test_batches_that_cannot_be_taken_apart():
         ),
         ({"classes": torch.tensor([0, 4])}, ValueError, "index 4; the outputs are 0 to 3"),
         ({"classes": torch.tensor([-1])}, ValueError, "index -1; the outputs are 0 to 3"),
-        ({"classes": torch.zeros(3, 2).long()}, ValueError, r"\(K,\) is needed, or \(3, 5, 'K'\)"),
+        ({"classes": torch.zeros(3, 2).long()}, ValueError, r"Pass \(K,\), or \(3, 5, 'K'\)"),
     ],
 )
 @pytest.mark.parametrize("last", [False, True])

@@ -238,7 +238,7 @@ def test_options_that_are_not_supported():
         factors(model, [batch], shift_labels="yes")
     with pytest.raises(ValueError, match=r"shift_labels=True needs labels \(N, R\)"):
         factors(model, [batch], shift_labels=True)
-    with pytest.raises(ValueError, match="shift_labels=True is for .*'classification'"):
+    with pytest.raises(ValueError, match="shift_labels=True needs .*'classification'"):
         kronecker_factors(model, [batch], "regression", shift_labels=True)
     half = batch | {"attention_mask": batch["attention_mask"] * 0.5}
     with pytest.raises(ValueError, match="'attention_mask' has entries other than 0"):

@@ -63,7 +63,7 @@ REFUSED = {
     "no examples": (network, X[:0], Y[:0], "classification", ValueError, "has no examples"),
     "no batch axis": (
         lambda: nn.Linear(4, 3).double(),
-        X[0], Y[:1], "classification", ValueError, r"Linear.* got shape \(4,\); needs a batch",
+        X[0], Y[:1], "classification", ValueError, r"Linear.* got shape \(4,\), but needs a batch",
     ),
     "weights that are not finite": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), spoilt(nn.Linear(4, 3))).double(),

@@ -102,11 +102,11 @@ WRONG = {
     ),
     "a pattern is hidden": (
         {"*": "reduce", "body.0": "expand"},
-        "'body.0' of kfac_approx fits no layer that earlier patterns leave; there",
+        "'body.0' of kfac_approx matches no layer, or only layers of earlier patterns. The layers",
     ),
     "unknown mode": ({"head": "mean", "*": "reduce"}, r"kfac_approx\['head'\]='mean' is not supp"),
     "auto for one layer": ({"*": "auto"}, r"kfac_approx\['\*'\]='auto' is not supported"),
-    "empty": ({}, "No pattern of kfac_approx fits layer"),
+    "empty": ({}, "No pattern of kfac_approx matches layer"),
     "a list": (["expand"], "choose one of 'expand', 'reduce', 'auto', or a mapping"),
 }
 

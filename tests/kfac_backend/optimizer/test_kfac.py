@@ -350,10 +350,10 @@ def test_a_layer_that_is_frozen_later_is_no_longer_part_of_it(layer):
 
 def test_freezing_within_a_step_and_tensors_of_other_models_are_named_errors():
     model, other = network(), network()
-    with pytest.raises(ValueError, match=r"\(4, 2, 3, 3\) is no parameter of the model"):
+    with pytest.raises(ValueError, match=r"\(4, 2, 3, 3\) is not a parameter of the model"):
         KFAC(model, "classification", params=other.parameters())
     optimizer = kfac(model, params=model[8:].parameters())
-    with pytest.raises(ValueError, match=r"\(4, 2, 3, 3\) is no parameter of the model"):
+    with pytest.raises(ValueError, match=r"\(4, 2, 3, 3\) is not a parameter of the model"):
         optimizer.add_param_group({"params": other.parameters()})
     assert len(optimizer.param_groups) == 1
     one_step(optimizer, model)
@@ -396,10 +396,14 @@ def test_keywords_that_a_step_does_not_use_are_refused(make, name):
 def test_options_of_kfac_in_groups_are_refused():
     model = network()
     group = {"params": list(model[:8].parameters()), "damping": 1.0, "exclude": ["0.*"]}
-    with pytest.raises(ValueError, match="'damping', 'exclude', which K-FAC takes for all groups"):
+    with pytest.raises(
+        ValueError, match="'damping', 'exclude', which K-FAC only supports for all groups"
+    ):
         KFAC(model, "classification", params=[group])
     optimizer = KFAC(model, "classification", params=model[8:].parameters())
-    with pytest.raises(ValueError, match="'damping', 'exclude', which K-FAC takes for all groups"):
+    with pytest.raises(
+        ValueError, match="'damping', 'exclude', which K-FAC only supports for all groups"
+    ):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
 

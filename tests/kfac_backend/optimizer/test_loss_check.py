@@ -61,15 +61,17 @@ CASES = {
     "soft labels": ("classification", lambda f: F.cross_entropy(f, SOFT.to(f)), None),
     "weighted examples": ("classification", weighted_examples, None),
     "weighted classes": (
-        "classification", lambda f: softmax(f, weight=WEIGHTS.to(f)), "weighs the classes",
+        "classification", lambda f: softmax(f, weight=WEIGHTS.to(f)), "has class weights",
     ),
     "two weighted classes": (
-        "classification", lambda f: softmax_of_two(f, weight=WEIGHTS[2:].to(f)), "weighs the",
+        "classification", lambda f: softmax_of_two(f, weight=WEIGHTS[2:].to(f)),
+        "has class weights",
     ),
     "binary terms": ("classification", sigmoid, "Pass 'bernoulli'"),
-    "squared errors": ("classification", squared(ONE_HOT), "not that of a cross-entropy of logits"),
+    "squared errors": ("classification", squared(ONE_HOT), "not the gradient of a cross-entropy"),
     "probabilities": (
-        "classification", lambda f: -f[range(N), LABELS].abs().log().mean(), "not probabilities",
+        "classification", lambda f: -f[range(N), LABELS].abs().log().mean(),
+        "instead of probabilities",
     ),
     "noisy labels": ("noisy_classification(noise=0.2)", noisy, None),
     "noisy labels, right loss": (
@@ -86,7 +88,7 @@ CASES = {
     "a sum of bernoulli": (
         "bernoulli", lambda f: sigmoid(f, reduction="sum"), "a sum over 24 terms",
     ),
-    "not bernoulli": ("bernoulli", softmax, "likelihood 'classification', and K-FAC was given"),
+    "not bernoulli": ("bernoulli", softmax, "likelihood 'classification', but K-FAC has"),
     "counts": ("poisson", lambda f: F.poisson_nll_loss(f, ONE_HOT.to(f)), None),
 }  # fmt: skip
 

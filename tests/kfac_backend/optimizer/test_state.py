@@ -203,7 +203,7 @@ REFUSED = {
     ),
     "a wider network": (lambda _: trained(wide=9).state_dict(), r"\(9, 4\)"),
     "float32": (lambda _: trained(dtype=torch.float32).state_dict(), "float32"),
-    "plain SGD": (of_plain_sgd, "KFAC lacks 'preconditioner': it is empty, of something else"),
+    "plain SGD": (of_plain_sgd, "KFAC lacks 'preconditioner'. It is empty, incomplete"),
     "two groups": (in_two_groups, r"2 groups of \[2, 2\] parameters.*1 groups of \[4\]"),
     "fewer parameters": (of_fewer, r"1 groups of \[2\] parameters.*1 groups of \[4\]"),
     "momentum in float32": (
@@ -230,7 +230,7 @@ REFUSED = {
             rf"damaged: the factor '0.weight, {factor}' {words}",
         )
         for factor in "BA"
-        for number, words in ((float("nan"), "holds NaN"), (-1, "is not positive semi-definite"))
+        for number, words in ((float("nan"), "contains NaN"), (-1, "is not positive semi-definite"))
     },
     "B with large entries off the diagonal": (
         changed("blocks", "2.bias", lambda block: {"B": 2 * block["B"].amax() - block["B"]}),
@@ -238,7 +238,7 @@ REFUSED = {
     ),
     "a block without A": (
         changed("blocks", "0.weight", lambda block: without(block, "A")),
-        "the block of '0.weight' is of another shape",
+        "the block of '0.weight' has another shape",
     ),
     "no block": (without_block("blocks"), "damaged: '0.weight' has no block or no inverse"),
     "no inverse": (without_block("inverses"), "damaged: '0.weight' has no block or no inverse"),
@@ -252,7 +252,7 @@ REFUSED = {
     "a negative damping": (
         lambda state: of_kfac(state, lambda own: {**own, "damping": -1.0}), "damping must be pos",
     ),
-    "momentum of NaN": (lambda s: with_momentum(s, float("nan")), "'momentum_buffer' holds NaN"),
+    "momentum of NaN": (lambda s: with_momentum(s, float("nan")), "'momentum_buffer' contains NaN"),
     "another base": (lambda _: trained(base="nadamw").state_dict(), "another base optimiser"),
 }  # fmt: skip
 
@@ -280,7 +280,7 @@ def test_resumes_with_parameters_that_turn_out_to_have_no_block():
         preconditioner = KfacPreconditioner(model, "classification", options)
         if state is not None:
             preconditioner.load_state_dict(state)
-        with pytest.warns(UserWarning, match="No hook sees the uses of fc.weight"):
+        with pytest.warns(UserWarning, match="No hook captures the uses of fc.weight"):
             F.cross_entropy(model(x), y).backward()
         preconditioner.damping = dict.fromkeys(preconditioner.names, 0.1)
         preconditioner.step()

@@ -106,5 +106,5 @@ def test_what_it_cannot_work_with_is_named():
         LaplaceModel(Posterior(nn.Linear(2, 2), "classification"))
     with pytest.raises(AttributeError, match="not fitted"):
         LaplaceModel(Posterior(nn.Linear(2, 2), "regression"))
-    with pytest.raises(ValueError, match=r"x has shape \(2,\); sets of inputs"):
+    with pytest.raises(ValueError, match=r"x has shape \(2,\). Pass sets of inputs"):
         LaplaceModel(posterior).posterior(torch.rand(2).double())

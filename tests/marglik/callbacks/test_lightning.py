@@ -237,13 +237,13 @@ def test_a_stream_without_an_end_is_read_as_far_as_the_training_reads_it():
     trainer(prior, -1, max_steps=8).fit(Classifier(), DataLoader(Endless(), 8))
     assert prior.posterior.n_data == 8 * 8
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
-    with pytest.raises(ValueError, match=r"Pass Trainer\(max_steps=...\), or limit_train_batches"):
+    with pytest.raises(ValueError, match=r"Pass Trainer\(max_steps=...\) or .*limit_train_batches"):
         trainer(prior, -1).fit(Classifier(), DataLoader(Endless(), 8))
 
 
 def test_another_training_continues_or_says_that_it_starts_anew(tmp_path, recwarn):
     def words():
-        messages = [str(w.message) for w in recwarn.list if "anew" in str(w.message)]
+        messages = [str(w.message) for w in recwarn.list if "start from their initial" in str(w.message)]
         recwarn.clear()
         return messages
 
@@ -260,7 +260,7 @@ def test_another_training_continues_or_says_that_it_starts_anew(tmp_path, recwar
     # Another trainer starts anew.
     trainer(prior, 1).fit(module, loader())
     (message,) = words()
-    assert "This fit() trains the same network again" in message
+    assert "trains the same network again. The weight decays start from" in message
     assert not torch.equal(prior.learner.weight_decays(), decays)
     # So does a checkpoint without the callback.
     plain = trainer(L.Callback(), 2)
@@ -491,7 +491,7 @@ def test_what_it_cannot_work_with_is_named():
 
     with pytest.raises(ValueError, match="has 2 optimisers"):
         fit(Classifier(optimizers=2))
-    with pytest.raises(ValueError, match=r"network='nett' is not a module .*it has net"):
+    with pytest.raises(ValueError, match=r"network='nett' is not a module .* modules are net"):
         fit(Classifier(), network="nett")
     with pytest.raises(ValueError, match="There are 2 training dataloaders"):
         fit(Classifier(), loaders=[loader(), loader()])

@@ -432,7 +432,9 @@ def on_ranks(folder):
         "best": training(folder / f"best, {size}", ("DDP", "FSDP2")[size - 1], **KEEPS_BEST),
     }
     if size > 1:
-        with pytest.raises(ValueError, match="30 examples are no multiple of the 8 of a step"):
+        with pytest.raises(
+            ValueError, match="30 examples are not a multiple of the 8 examples in a step"
+        ):
             training(folder, "DDP", examples=30)
         with pytest.raises(NotImplementedError, match="LengthGroupedSampler, draws from torch's"):
             lengths: Any = {"train_sampling_strategy": "group_by_length"}

@@ -140,7 +140,7 @@ def test_batches_of_any_splits():
         with pytest.raises(ValueError, match=f"{splits.name} has no validation"):
             split_batches(splits, "validation", 4)
     for option in ("augment", "channels_last"):
-        with pytest.raises(ValueError, match="waves holds no images; .* for images"):
+        with pytest.raises(ValueError, match="waves contains no images. .* for images"):
             split_batches(TENSORS, "train", 2, **{option: True})
 
 

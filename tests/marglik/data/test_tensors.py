@@ -53,7 +53,9 @@ def test_an_npz_holds_the_same_in_float32(tmp_path):
     np.savez(tmp_path / "pickled.npz", **arrays | {"x_test": np.array([{}], dtype=object)})
     (tmp_path / "cut.npz").write_bytes((tmp_path / "energy.npz").read_bytes()[:100])
     for name in ("pickled", "cut"):
-        with pytest.raises(ValueError, match=f"{name}.npz' is not a safetensors or npz file, or d"):
+        with pytest.raises(
+            ValueError, match=f"{name}.npz' is damaged, or not a safetensors or npz file"
+        ):
             TensorFile(tmp_path / f"{name}.npz").load()
 
 
@@ -81,7 +83,7 @@ def test_pixels_are_images(tmp_path):
     assert isinstance(network, LeNet) and network.fc3.out_features == 10
     last_axis = {n: a.transpose(0, 2, 3, 1) if a.ndim == 4 else a for n, a in arrays.items()}
     np.savez(tmp_path / "last.npz", **last_axis)
-    with pytest.raises(ValueError, match=r"channels last; images are \(N, C, H, W\)"):
+    with pytest.raises(ValueError, match=r"channels last, but images are \(N, C, H, W\)"):
         TensorFile(tmp_path / "last.npz").load()
 
 
@@ -111,7 +113,7 @@ BAD_ARCHIVES = {
 @pytest.mark.parametrize("case", BAD_ARCHIVES)
 def test_archives_that_lie_are_named(case, tmp_path):
     BAD_ARCHIVES[case](tmp_path / "lie.npz")
-    with pytest.raises(ValueError, match="lie.npz' is not a safetensors or npz file, or damaged"):
+    with pytest.raises(ValueError, match="lie.npz' is damaged, or not a safetensors or npz file"):
         TensorFile(tmp_path / "lie.npz").load()
 
 
@@ -121,7 +123,7 @@ def test_an_archive_that_was_damaged_is_named(tmp_path):
     content = bytearray(path.read_bytes())
     content[500:520] = b"\xff" * 20
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="cut.npz' is not a safetensors or npz file, or damaged"):
+    with pytest.raises(ValueError, match="cut.npz' is damaged, or not a safetensors or npz file"):
         TensorFile(path).load()
 
 
@@ -129,18 +131,18 @@ def test_an_archive_that_was_damaged_is_named(tmp_path):
 def test_numbers_that_float32_loses_are_named(scale, tmp_path):
     arrays = {name: tensor.double().numpy() for name, tensor in example_tensors().items()}
     np.savez(tmp_path / "energy.npz", **arrays | {"y_train": scale * arrays["y_train"]})
-    with pytest.raises(ValueError, match="y_train has values from 0 to 9e.*divide them"):
+    with pytest.raises(ValueError, match="y_train has values from 0 to 9e.*divide the values"):
         TensorFile(tmp_path / "energy.npz").load()
 
 
 BAD_FILES = {
-    "missing": ({"y_test": None}, "it needs x_train, y_train, x_test, y_test"),
-    "half a validation": ({"y_validation": None}, "may have x_validation and y_validation"),
-    "unknown": ({"x_val": torch.zeros(2)}, "holds x_test, x_train, x_val, .*rename or"),
-    "lengths": ({"y_train": torch.zeros(9, 1)}, "x_train has 10 examples and y_train 9"),
+    "missing": ({"y_test": None}, "Required are x_train, y_train, x_test, y_test"),
+    "half a validation": ({"y_validation": None}, "optional are x_validation and y_validation"),
+    "unknown": ({"x_val": torch.zeros(2)}, "contains x_test, x_train, x_val, .*rename or"),
+    "lengths": ({"y_train": torch.zeros(9, 1)}, "x_train has 10 examples, but y_train has 9"),
     "empty": ({"x_test": torch.zeros(0, 2), "y_test": torch.zeros(0, 1)}, "x_test is empty"),
-    "NaN": ({"x_train": torch.full((10, 2), torch.nan)}, r"x_train holds 20 value\(s\)"),
-    "other shape": ({"x_test": torch.zeros(4, 3)}, r"shape \(3,\) .* x_train of shape \(2,\)"),
+    "NaN": ({"x_train": torch.full((10, 2), torch.nan)}, r"x_train contains 20 value\(s\)"),
+    "other shape": ({"x_test": torch.zeros(4, 3)}, r"shape \(3,\) .* x_train has shape \(2,\)"),
     "other dtype": ({"y_test": torch.zeros(4, 1).double()}, "float64, but y_train .*float32"),
 }
 
@@ -197,20 +199,20 @@ WRONG = {
     "images of floating point": (
         lambda: replace(of_images(), train=(torch.zeros(2, 1, 4, 4), torch.arange(2)),
                         test=(torch.zeros(2, 1, 4, 4), torch.arange(2))),
-        r"pets has examples of shape \(1, 4, 4\) and dtype torch.float32; images are uint8",
+        r"pets has examples of shape \(1, 4, 4\) and dtype torch.float32. Images must be uint8",
     ),
     "a channel of equal pixels": (
-        lambda: replace(of_images(), std=(0.0,)), r"std=\(0.0,\): each of the 1 channels needs",
+        lambda: replace(of_images(), std=(0.0,)), r"std=\(0.0,\). Each of the 1 channels needs",
     ),
     "a label without a class": (
-        lambda: of_graphs(classes=("a",)), "labels of y_train reach from 0 to 1; with 1 classes",
+        lambda: of_graphs(classes=("a",)), "labels of y_train range from 0 to 1. With 1 classes",
     ),
     "a label that should be ignored": (
-        lambda: of_words(ignore_index=None), "words: labels of y_train reach from -1 to 1",
+        lambda: of_words(ignore_index=None), "words: labels of y_train range from -1 to 1",
     ),
     "no label that counts": (
         lambda: of_words(test=(torch.zeros(1, 3).long(), torch.full((1, 3), -1))),
-        "words: all labels of y_test are -1, which do not count",
+        "words: all labels of y_test are -1, the label that does not count",
     ),
     "features of graphs": (
         lambda: of_graphs(test=of_graphs(features=3).test),
@@ -266,7 +268,7 @@ def test_held_out_tensors_and_graphs():
     assert parts.validation is not None
     assert len(parts.validation[0]) == 4 and len(parts.train[0].nodes) == 32
     few = Splits((x[:4], x[:4]), None, (x, x), "numbers")
-    with pytest.raises(ValueError, match=r"held_out=0.1: 4 .* into 0 and 4.*0 for none"):
+    with pytest.raises(ValueError, match=r"held_out=0.1: .* 4 .* into 0 and 4.*0 for none"):
         hold_out(few, 0.1, seed=0)
 
 
@@ -340,12 +342,16 @@ def test_other_data_is_normalised_as_in_training():
         (
             of_words(),
             of_images(),
-            "words has no images, graphs or columns; pets, .* images of shape .*--data",
+            "words has no images, graphs or columns, but .* pets with images of shape .*--data",
         ),
-        (of_images(), of_words(), r"pets has images of shape \(1, 4, 4\); words"),
+        (of_images(), of_words(), r"pets has images of shape \(1, 4, 4\), but .* words"),
         (of_images("zoo", ("cat", "emu")), of_images(), r"zoo has 2 classes \(cat, emu\), .* pets"),
         (of_graphs(features=4), of_graphs(), "graphs with 4 features per node.* with 2 features"),
-        (of_images(shape=(3, 4, 4)), of_images(), r"images of shape \(3, 4, 4\); .* \(1, 4, 4\)"),
+        (
+            of_images(shape=(3, 4, 4)),
+            of_images(),
+            r"images of shape \(3, 4, 4\), but .* \(1, 4, 4\)",
+        ),
     ],
 )
 def test_data_of_another_form(splits, trained, message):

@@ -46,13 +46,16 @@ def test_gradients_in_all_hyperparameters():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prior_precision": torch.ones(3)}, "shape \\(3,\\); expected a scalar or \\(2,\\)"),
+        ({"prior_precision": torch.ones(3)}, "shape \\(3,\\). Pass a scalar or \\(2,\\)"),
         ({"prior_precision": torch.ones(2, 1)}, "shape \\(2, 1\\)"),
         ({"prior_precision": -1.0}, "must be positive, not -1.0"),
         ({"sigma_noise": 0.0}, "sigma_noise must be positive"),
         ({"temperature": -2.0}, "temperature must be positive"),
         ({"likelihood": "gamma"}, "'gamma' is not supported"),
-        ({"likelihood": "classification", "sigma_noise": 0.5}, "only regression has noise"),
+        (
+            {"likelihood": "classification", "sigma_noise": 0.5},
+            "[Oo]nly regression supports a noise",
+        ),
     ],
 )
 def test_wrong_hyperparameters(options, message):
@@ -70,9 +73,9 @@ def test_a_fit_keeps_its_likelihood():
     posterior = Posterior(model, "regression")
     posterior.likelihood = "classification"  # before the fit
     posterior.fit(data)
-    with pytest.raises(ValueError, match="fitted with .*'classification'.* Fit another one"):
+    with pytest.raises(ValueError, match="fitted with .*'classification'.* Fit another posterior"):
         posterior.likelihood = "bernoulli"
-    with pytest.raises(ValueError, match="curvature is of likelihood 'classification'"):
+    with pytest.raises(ValueError, match="curvature belongs to likelihood 'classification'"):
         Posterior(model, "regression").restore(posterior.factors)
 
 

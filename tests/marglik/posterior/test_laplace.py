@@ -78,7 +78,7 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
     [
         ({"likelihood": "gamma"}, ValueError, "'gamma' is not supported"),
         ({"curvature": 1}, TypeError, "'curvature' is not an option; choose from .*kfac_approx"),
-        ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\); expected a scalar or \\(6,\\)"),
+        ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\). Pass a scalar or \\(6,\\)"),
         ({"temperature": -1.0}, ValueError, "temperature must be positive, not -1.0"),
         ({"prior_precision": -0.5}, ValueError, "must be positive, not -0.5"),
         ({"prior_precision": None}, TypeError, "prior_precision is None; a number or a tensor"),

@@ -16,7 +16,7 @@ from marglik.prediction.links import Calibration
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 from tests.random_numbers import normal
 
-OTHER = "no longer has the weights .* fitted at: '{}' .*Fit again.*load_state_dict"
+OTHER = "no longer has the weights .* fitted: '{}' .*Fit again.*load_state_dict"
 
 
 def network(seed=0):
@@ -201,7 +201,7 @@ def test_before_a_fit():
         posterior.check_weights,
         lambda: posterior.linearised_outputs(torch.ones(1, 35), 0),
     ):
-        with pytest.raises(AttributeError, match="not fitted; call fit"):
+        with pytest.raises(AttributeError, match="not fitted. Call fit"):
             call()
     assert posterior.factors is None
 

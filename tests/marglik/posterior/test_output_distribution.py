@@ -213,7 +213,7 @@ def test_wrong_positions_classes_and_batches(structure):
     index = torch.tensor
     for error, message, options in (
         (TypeError, "positions has dtype", {"positions": torch.ones(8)}),
-        (ValueError, r"positions is a mask \(7,\)", {"positions": torch.ones(7).bool()}),
+        (ValueError, r"positions has shape \(7,\)", {"positions": torch.ones(7).bool()}),
         (ValueError, "with 0 positions", {"positions": torch.zeros(8).bool()}),
         (TypeError, "classes has dtype", {"classes": index([0.0])}),
         (ValueError, "index 3; the outputs are 0 to 2", {"classes": index([3])}),

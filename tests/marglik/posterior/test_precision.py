@@ -171,7 +171,7 @@ def test_a_prior_of_each_parameter_and_a_prior_mean(structure):
     """δ (P,) where there are Jacobians; θ − prior mean in the evidence's penalty."""
     mean = torch.linspace(-1, 1, 26).double()
     if structure == "kron":
-        with pytest.raises(ValueError, match=r"\(26,\); expected a scalar or \(4,\)"):
+        with pytest.raises(ValueError, match=r"\(26,\). Pass a scalar or \(4,\)"):
             fitted(structure, "regression", prior_precision=torch.ones(26))
         posterior = fitted(structure, "regression", prior_mean=mean)
         dense = Dense(posterior)

@@ -68,7 +68,7 @@ def wrong(name, tensor):
 REFUSED = {
     "a module": (network(), "Save the network's state_dict"),
     **{
-        f"{type(content).__name__} {i}": (content, "holds no state dict")
+        f"{type(content).__name__} {i}": (content, "contains no state dict")
         for i, content in enumerate([{}, [1, 2], {"epoch": 3}, {"0.weight": [1.0]}])
     },
     "int8": (
@@ -94,7 +94,7 @@ def test_what_is_refused_leaves_the_network(case, tmp_path):
 
 def test_other_paths(tmp_path):
     (tmp_path / "net.onnx").write_bytes(b"x")
-    with pytest.raises(ValueError, match="net.onnx could not be read as a file of tensors"):
+    with pytest.raises(ValueError, match="net.onnx cannot be read as a file of tensors"):
         load_pretrained(network(), tmp_path / "net.onnx")
     with pytest.raises(FileNotFoundError, match="No checkpoint at .*nothing.pt"):
         load_pretrained(network(), tmp_path / "nothing.pt")

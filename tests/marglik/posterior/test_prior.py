@@ -74,7 +74,7 @@ def test_wrong_structures(model, structure, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prior_precision": [1.0, 2.0]}, "has length 2; expected 1 or 5"),
+        ({"prior_precision": [1.0, 2.0]}, "has length 2. Pass 1 or 5"),
         ({"prior_precision": [1.0, 1.0, -3.0, 1.0, 1.0]}, "not -3.0"),
         ({"prior_precision": float("nan")}, "not nan"),
         ({"sigma_noise": 0.0}, "sigma_noise must be positive"),

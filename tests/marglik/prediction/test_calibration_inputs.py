@@ -31,7 +31,7 @@ def fitted(model=None):
 
 def test_the_data_of_the_fit_is_named_in_any_order(recwarn):
     x, y = data(60, 1)
-    with pytest.warns(RuntimeWarning, match="is the training data.*not trained on"):
+    with pytest.warns(RuntimeWarning, match="seems to be the training data.*with validation data"):
         calibrate(fitted(), [(x.flip(0), y.flip(0))])
     recwarn.clear()
     calibrate(fitted(), [data(60, 2)])  # negative control: as many others
@@ -57,7 +57,7 @@ def test_batches_are_calibrated_with_or_named_in_one_line():
     posterior = fitted()
     with torch.inference_mode():
         assert calibrate(posterior, [(x.clone(), y.clone())]).fit == expected
-    with pytest.raises(ValueError, match="held-out batch has no examples; leave it out"):
+    with pytest.raises(ValueError, match="held-out batch has no examples. Omit"):
         calibrate(fitted(), [(x, y), (x[:0], y[:0])])
     mappings = [{"inputs": x, "labels": y}]
     for use in (lambda data: calibrate(fitted(), data), Posterior(network(), "classification").fit):

@@ -110,7 +110,7 @@ def test_saved_and_loaded(tmp_path):
     loaded = Ensemble.load(tmp_path, MLP(4, (3,), 3))
     assert (loaded.calibration, loaded.seconds) == (ensemble.calibration, 2.0)
     assert torch.equal(loaded(x).mean, ensemble(x).mean)
-    with pytest.raises(ValueError, match="of another network"):
+    with pytest.raises(ValueError, match="to another network"):
         Ensemble.load(tmp_path, MLP(4, (5,), 3))
     with pytest.raises(ValueError, match="in torch.float32 there, and .* in torch.float16"):
         Ensemble.load(tmp_path, MLP(4, (3,), 3).half())

@@ -252,5 +252,5 @@ def test_other_likelihoods(likelihood):
     assert to_json(entry.metrics) == pytest.approx(expected, rel=1e-4, abs=1e-6)
     if likelihood == "bernoulli":
         assert sum(entry.reliability.counts) == 60
-    with pytest.raises(ValueError, match="tensors holds no images; ood is for images"):
+    with pytest.raises(ValueError, match="tensors contains no images, and ood is for images"):
         out_of_distribution_images(Noise(), splits)

@@ -294,7 +294,7 @@ def test_confidence_threshold_by_hand():
         {"right": right.long()},
         {"confidence": c * math.nan},
     ):
-        with pytest.raises(ValueError, match=r"between 0 and 1|one truth value"):
+        with pytest.raises(ValueError, match=r"between 0 and 1|one boolean"):
             confidence_threshold(**{"confidence": c, "right": right} | wrong)
     # Answers that are as sure are answered, too, and so are tested: half of these are wrong.
     alike = torch.arange(500) < 100

@@ -106,7 +106,7 @@ def test_scores_by_hand():
     ("loader", "likelihood", "word"),
     [
         ([data()], "classification", "this list does not tell"),
-        (DataLoader(SET, 8, collate_fn=without_some), "classification", "collate_fn made"),
+        (DataLoader(SET, 8, collate_fn=without_some), "classification", "collate_fn returned"),
         ([(data()[0], data()[0][:, :C])], "regression", "regression"),
     ],
 )
@@ -154,7 +154,7 @@ def test_probabilities_of_being_wrong_are_bayes_rule_and_calibrated():
 def test_logits_are_no_probabilities():
     logits = torch.randn(6, 3)
     for wrong in (logits, logits.log_softmax(1), logits.sigmoid()):
-        with pytest.raises(ValueError, match="no probabilities of classes"):
+        with pytest.raises(ValueError, match="do not sum to 1. Pass the softmax"):
             suspicious_labels(torch.zeros(6, dtype=torch.long), wrong)
     suspicious_labels(torch.zeros(6, dtype=torch.long), logits.softmax(1).bfloat16())
 

@@ -75,7 +75,7 @@ def test_a_file_imports_no_class_that_the_user_has_not_named(evil, tmp_path):
     # A name where an object belongs stays a text.
     assert build_from_spec(DataSource, subset(evil)).data == evil
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(ValueError, match=f"name it on the command line: --model {evil}"):
+    with pytest.raises(ValueError, match=f"pass it on the command line: --model {evil}"):
         build_from_spec(nn.Module, {"class_path": evil})
     net = build_from_spec(nn.Module, {"class_path": evil, "init_args": {"width": 3}}, named=[evil])
     assert net.in_features == 3 and (tmp_path / "ran").exists()  # the control
@@ -127,7 +127,7 @@ def test_a_file_asks_for_nothing_outside_of_its_folder_and_for_no_download(
     text = json.dumps(FORGED[case])
     spec = json.loads(text.replace("/OUTSIDE", str(outside)).replace("/FOLDER", str(folder)))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="for which a file may not ask.*pass the class|a file may"):
+    with pytest.raises(ValueError, match="a file may not request.*pass the class|a file may"):
         found = build_from_spec((nn.Module, DataSource), spec, folder=folder)
         found.load()  # when sources read and fetch
     assert sorted(tmp_path.rglob("*")) == before
@@ -175,7 +175,7 @@ def test_a_network_that_fits_is_left_as_it_was_and_another_is_named():
     check_model(model, splits, CurvatureConfig(fisher="mc"), "regression")
     assert model.training and all(p.grad is None for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    with pytest.raises(ValueError, match=r"shape \(2,\); .* leave out squeeze"):
+    with pytest.raises(ValueError, match=r"shape \(2,\); .* omit squeeze"):
         check_model(Squeezed(3, 1), splits, CurvatureConfig(), "regression")
 
 

@@ -64,13 +64,13 @@ def test_what_is_not_calibrated_yet_is_by_the_validation_set(run, tmp_path, caps
 def test_what_was_trained_on_is_said_to_be(run, tmp_path, capsys):
     other, out = [*DATA, "--data.data.seed", "5"], ["--output", str(tmp_path / "out")]
     message = refusal(capsys, "evaluate", str(run), *other)
-    assert "has other test examples" in message and "pass --output" in message
+    assert "has other test examples" in message and "Pass --output" in message
     evaluate(run, *other, *out)
     # All images of three classes, of which one half was for training and calibration.
     source = build_from_spec(DataSource, read_posterior(run)["data"]["source"])
     seen = sum(len(part[1]) for part in (source.load().train, source.load().validation))
     every = seen + len(source.load().test[1])
-    said = f"{seen} of the {every} test examples have inputs that the network was trained on"
+    said = f"{seen} of the {every} test examples have inputs that were used for training"
     assert said in capsys.readouterr().out
     assert said in (tmp_path / "out" / "report.html").read_text()
     assert (evaluated(tmp_path / "out").num_seen, evaluated(tmp_path / "out").num_test) == (
@@ -89,12 +89,12 @@ def test_an_evaluation_belongs_to_its_posterior(run, tmp_path, capsys):
     posterior.prior_precision = 3.0
     save_posterior(posterior, other)
     message = refusal(capsys, "evaluate", str(run), *QUIET, "--output", str(other))
-    assert "holds another posterior" in message and not (other / "evaluation.json").exists()
+    assert "contains another posterior" in message and not (other / "evaluation.json").exists()
     out = tmp_path / "out"  # the control: a folder without a posterior, which is then of this run
     evaluate(run, "--methods", "[]", "--output", str(out))
     assert evaluated(out).posterior == own and main(["report", str(out)]) == 0
     shutil.copy(run / "evaluation.json", other)
-    assert "of another posterior than posterior.json" in refusal(capsys, "report", str(other))
+    assert "to another posterior than posterior.json" in refusal(capsys, "report", str(other))
     assert main(["evaluate", str(other), *MODEL, *DATA, *QUIET, "--methods", "[]"]) == 0
     assert evaluated(other).posterior == file_sum(other / "posterior.json") != own
 

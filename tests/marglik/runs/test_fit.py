@@ -56,17 +56,17 @@ def test_a_checkpoint_of_standardised_columns_is_named(fit, tmp_path, capsys):
     path = tmp_path / "table.safetensors"
     save_file(tensors_of(Standardised(MLP(64, (6,), 3), [0.0] * 64, [1.0] * 64)), path)
     message = refusal(capsys, *fit, "--checkpoint", str(path), "--output", str(tmp_path / "out"))
-    assert "is of a network in a marglik.models.Standardised" in message
+    assert "belongs to a network in a marglik.models.Standardised" in message
 
 
 def test_what_someone_else_keeps_is_not_overwritten(fit, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "posterior.json").write_text("mine")
     message = refusal(capsys, *fit, "--output", str(tmp_path / "out"), "--overwrite")
-    assert "holds posterior.json, which no run of marglik has left" in message
+    assert "contains posterior.json, which marglik did not write" in message
     assert (tmp_path / "out" / "posterior.json").read_text() == "mine"
     message = refusal(capsys, *fit, "--output", str(tmp_path), "--overwrite")
-    assert "net.safetensors lies in the folder that is written to" in message
+    assert "net.safetensors is in the output folder" in message
 
 
 @pytest.mark.parametrize("when", ["the pass", "the end"])
@@ -91,7 +91,9 @@ def test_the_folder_of_a_fit_that_was_killed_is_used_again(
     before = metrics(folder)
     assert not (folder / "checkpoint").exists()
     message = refusal(capsys, *fit[:-1] if when == "the end" else fit)
-    assert "already holds a run (posterior.json); pass --overwrite, or another --output" in message
+    assert (
+        "already contains a run (posterior.json). Pass --overwrite, or another --output" in message
+    )
     assert main([*fit, "--overwrite"]) == 0  # as it can be when it ended
     assert metrics(folder) == before
 
@@ -106,7 +108,7 @@ class Malicious:
 @pytest.mark.parametrize(
     ("name", "save", "message"),
     [
-        ("net.pt", torch.save, "could not be read as a file of tensors"),
+        ("net.pt", torch.save, "cannot be read as a file of tensors"),
         ("net.safetensors", pickle.dump, "is not a whole file of weights"),
     ],
 )

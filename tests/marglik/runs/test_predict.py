@@ -69,7 +69,7 @@ def test_numbers_are_in_the_targets_units(tmp_path, capsys):
     assert "'town' has 'C' (in 5 row(s))" in refusal(capsys, *arguments, "--overwrite")
     pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / "out.csv"), found)
     itself = (*arguments[:4], str(tmp_path / "." / "new.csv"), "--overwrite")
-    assert "the file of the rows, which the output would replace" in refusal(capsys, *itself)
+    assert "the file of the rows, and the output would replace it" in refusal(capsys, *itself)
 
 
 @pytest.mark.parametrize("target", ["price", "town"])
@@ -79,7 +79,7 @@ def test_values_that_overflow_are_named(target, tmp_path, capsys):
     rows.loc[3, "size"] = 1e30
     rows.to_csv(tmp_path / "new.csv", index=False)
     arguments = ("predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"))
-    assert "The value of column 'size' in row 3, from 0," in refusal(capsys, *arguments)
+    assert "The value of column 'size' in row 3 (counted from 0)" in refusal(capsys, *arguments)
     assert not (tmp_path / "out.csv").exists()
 
 
@@ -96,7 +96,7 @@ def test_a_comma_at_the_end_of_rows_changes_no_prediction(tmp_path, capsys):
             pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / "again.csv"), expected)
         else:
             message = refusal(capsys, *arguments, "--overwrite")
-            assert "several columns with the name 'size'" in message
+            assert "several columns have the name 'size'" in message
 
 
 def test_no_command_writes_over_a_runs_files(run, tmp_path, capsys):
@@ -108,7 +108,7 @@ def test_no_command_writes_over_a_runs_files(run, tmp_path, capsys):
         arguments = ("predict", str(run), "new.csv", "-o", str(output), "--overwrite")
         assert f"is in {run.resolve()}, the folder of a run" in refusal(capsys, *arguments)
     page = ("report", str(run), "--output", str(run / "posterior.json"))
-    assert "a file of a run, which a page never replaces" in refusal(capsys, *page)
+    assert "a file of a run, which a report never replaces" in refusal(capsys, *page)
     assert content(run) == before
     (tmp_path / "checkpoint").mkdir()  # anyone's: the control, which comes to the rows
     arguments = ("predict", str(run), "new.csv", "-o", str(tmp_path / "out.csv"))

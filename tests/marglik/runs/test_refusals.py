@@ -15,7 +15,7 @@ TRAINS = {
         "cannot take shape (1, 8",
     ),
     "missing folder": (IMAGES, "images/train' is not a folder"),
-    "other classes": (["--data", "Digits"], "has 10 classes; set --model.num_classes"),
+    "other classes": (["--data", "Digits"], "has 10 classes. Pass --model.num_classes"),
     "a layer without a rule": (
         ["--model", "tests.marglik.networks.QuadraticForms", "--data", "Digits"],
         "(QuadraticForms) has no K-FAC rule. Supported: ",
@@ -40,7 +40,7 @@ def test_labels_of_the_test_part_alone(tmp_path, capsys):
     data = ["--data", "TensorFile", "--data.path", path, "--model", "MLP", "--no_baseline"]
     saved([5, 6, 5, 6])
     message = refusal(capsys, *TRAIN, *data, "--output", str(tmp_path / "run"))
-    assert "no training example has the label(s) 5, 6" in message
+    assert "the label(s) 5, 6, which no training example has" in message
     saved([0, 1, 2, 1])
     with pytest.warns(UserWarning, match=r"has the label\(s\) 2, which"):
         assert main([*TRAIN, *data, "--output", str(tmp_path / "run")]) == 0
@@ -63,7 +63,7 @@ EVALUATES = {
     "data of other classes": (["--data", "Digits"], "digits has 10 classes (0, 1, 2, 3, ...), and"),
     "linearised networks of a layer": (
         ["--methods", "[linearised]", "--predictive.layers", "last"],
-        "predictive.layers 'last' is not for method 'linearised'",
+        "predictive.layers 'last' is not supported by method 'linearised'",
     ),
     "another network": (
         ["--model", "marglik.models.MLP", "--model.in_features", "65", "--model.num_classes", "3"],
@@ -82,10 +82,10 @@ def test_evaluate(case, trained, capsys):
 
 def test_evaluate_other_things(trained, tmp_path, capsys):
     file = str(trained / "model.safetensors")
-    assert "is a file; pass a run's folder" in refusal(capsys, "evaluate", file)
+    assert "is a file. Pass a folder written by" in refusal(capsys, "evaluate", file)
     photos = ["--data", "marglik.data.ImageFolder", "--data.path"]
     message = refusal(capsys, "evaluate", str(trained), *photos, str(images(tmp_path / "photos")))
-    assert "photos has other test examples" in message and "pass --output" in message
+    assert "photos has other test examples" in message and "Pass --output" in message
     (tmp_path / "empty").mkdir()
     assert "is not the folder of a run" in refusal(capsys, "report", str(tmp_path / "empty"))
 

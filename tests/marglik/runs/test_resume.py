@@ -160,7 +160,7 @@ def test_another_run_is_named_and_nothing_touched(other, cut_off, capsys):
     options, message = OTHER[other]
     before = content(cut_off)
     printed = refusal(capsys, *arguments(cut_off, "--resume", *options))
-    assert message in printed and "Resume with the options that it was started with" in printed
+    assert message in printed and "Resume with the same options" in printed
     assert content(cut_off) == before
 
 
@@ -173,14 +173,14 @@ def test_a_finished_run_is_returned_and_another_overwrites_it(run, monkeypatch, 
     assert {k: v for k, v in content(run).items() if k != "report.html"} == {
         k: v for k, v in before.items() if k != "report.html"
     }
-    assert "pass --overwrite, or another" in refusal(capsys, *arguments(run))
+    assert "Pass --overwrite, or another" in refusal(capsys, *arguments(run))
     preset = ("train", "--config", "digits", "--output", str(run))  # nor does a preset ask for it
-    assert "pass --overwrite, or another" in refusal(capsys, *preset)
+    assert "Pass --overwrite, or another" in refusal(capsys, *preset)
     short = ["--overwrite", "--no_baseline", "--epochs", "1", "--seed", "1"]
     assert main(arguments(run, *short)) == 0
     found = results_of(run)
     assert found.identity["config"]["run"]["epochs"] == 1 and "plain" not in found.networks
-    assert "The same command with --resume --baseline adds it" in found.verdict
+    assert "Add --resume --baseline to the same command" in found.verdict
     # Added later, the plain network is the one that would have been trained at once.
     assert main(arguments(run, *short[2:], "--resume")) == 0
     later = results_of(run)

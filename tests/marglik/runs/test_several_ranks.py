@@ -85,7 +85,7 @@ def test_the_first_rank_decides_whether_a_plain_network_is_cheap(worlds, tmp_pat
 def test_fewer_examples_than_ranks_in_a_batch_end(worlds, tmp_path):
     wrong = [*OPTIONS, "--output", str(tmp_path / "run"), "--batch_size", "1"]
     for status, _, err in worlds.all(2, f"{HERE}:command", *wrong):
-        assert status == 2 and "2 processes need batches of at least 2 examples" in err
+        assert status == 2 and "Use batches of at least 2 examples" in err
     assert not (tmp_path / "run").exists()
 
 

@@ -63,7 +63,7 @@ STATE = {
 def test_a_state_comes_back_to_the_bit(tmp_path):
     states = Checkpoints(tmp_path, run=RUN)
     assert not states.exists()
-    with pytest.raises(FileNotFoundError, match="holds no state"):
+    with pytest.raises(FileNotFoundError, match="contains no state"):
         states.load()
     states.save({})
     states.save(STATE)
@@ -91,21 +91,21 @@ def test_a_damaged_state_is_named(damage, tmp_path):
     before = path.read_bytes()
     path.write_bytes(damage(before))
     assert path.read_bytes() != before
-    with pytest.raises(ValueError, match="state.pt is not as marglik wrote it.*--overwrite"):
+    with pytest.raises(ValueError, match="state.pt is damaged.*--overwrite"):
         Checkpoints(tmp_path).load()
 
 
 @pytest.mark.parametrize(
     ("there", "message"),
     [
-        ({"data": "other"}, "data is other there, digits here"),
-        ({"config": {"prior": {"every": 5}, "sizes": [1, 2]}}, "prior.lr is nothing there, 0.1"),
-        ({"more": None}, "more is None there, nothing here"),
+        ({"data": "other"}, "data is other there and digits here"),
+        ({"config": {"prior": {"every": 5}, "sizes": [1, 2]}}, "prior.lr is nothing there and 0.1"),
+        ({"more": None}, "more is None there and nothing here"),
     ],
 )
 def test_a_state_of_another_run(there, message, tmp_path):
     Checkpoints(tmp_path, run=RUN | there).save({})
-    with pytest.raises(ValueError, match=f"{message}.*Resume with the options"):
+    with pytest.raises(ValueError, match=f"{message}.*Resume with the same options"):
         Checkpoints(tmp_path, run=RUN).load()
 
 
@@ -147,7 +147,7 @@ def test_a_record_is_read_as_it_was_written(folder):
 def test_damage_is_one_error(damage, folder):
     path = folder / "results.json"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match="results.json is not as marglik wrote it"):
+    with pytest.raises(ValueError, match="results.json is not a file that marglik wrote"):
         read_record(path)
 
 
@@ -155,7 +155,7 @@ def test_damage_is_one_error(damage, folder):
 def test_a_record_speaks_for_the_files_that_it_names(name, folder):
     with (folder / name).open("a") as file:
         file.write(" ")
-    with pytest.raises(ValueError, match=f"{name} is missing, or not the one that results.json"):
+    with pytest.raises(ValueError, match=f"{name} is missing or does not belong to results.json"):
         read_record(folder / "results.json")
 
 
@@ -164,7 +164,7 @@ def test_a_record_speaks_of_files_beside_it_alone(tmp_path):
     path = tmp_path / "run" / "posterior.json"
     for name in ("../secret", str(tmp_path / "secret")):
         write_record(path, {}, {name: "0"})
-        with pytest.raises(ValueError, match="secret is missing, or not the one"):
+        with pytest.raises(ValueError, match="secret is missing or does not belong"):
             read_record(path)
 
 
@@ -182,19 +182,19 @@ def test_what_is_not_of_a_run_is_never_overwritten(case, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     before = content(tmp_path)
-    with pytest.raises(FileExistsError, match="which no run of marglik has left: it is never"):
+    with pytest.raises(FileExistsError, match="which marglik did not write, so the folder is not"):
         begin_run(tmp_path, None, overwrite=True)
     assert content(tmp_path) == before
 
 
 def test_a_run_is_overwritten_on_request_alone(folder):
     before = content(folder)
-    with pytest.raises(FileExistsError, match=r"a run \(results.json\); pass --overwrite, or"):
+    with pytest.raises(FileExistsError, match=r"a run \(results.json\). Pass --overwrite, or"):
         begin_run(folder, None)
     assert content(folder) == before
     Checkpoints(folder / "checkpoint" / "learned").save({})
     (folder / "results.json").unlink()
-    with pytest.raises(FileExistsError, match=r"pass --overwrite, --resume \(of marglik train\)"):
+    with pytest.raises(FileExistsError, match=r"Pass --overwrite, --resume \(of marglik train\)"):
         begin_run(folder, None)
     begin_run(folder, "epochs: 2\n", resume=True)
     assert content(folder).keys() == {"config.yaml", "checkpoint/learned/state.pt"}

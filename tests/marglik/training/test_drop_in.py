@@ -92,7 +92,7 @@ def test_short_runs_on_a_full_batch_are_as_good_as_laplace_torchs():
 
 def test_what_it_returns():
     """Examples that were seen, a fixed noise, a weight decay set to 0, gradients in the input."""
-    with pytest.warns(UserWarning, match="takes the place of weight_decay"):
+    with pytest.warns(UserWarning, match="weight_decay is set to 0"):
         la, model, *_ = marglik_training(
             network(1), loader("regression", 35, drop_last=True), "regression",
             fix_sigma_noise=True, sigma_noise_init=0.3, enable_backprop=True,
@@ -125,7 +125,11 @@ def test_what_it_returns():
             ValueError,
             "for hessian_structure 'kron'",
         ),
-        ({"backend": CurvlinopsHessian}, ValueError, "'CurvlinopsHessian' is neither of the GGN"),
+        (
+            {"backend": CurvlinopsHessian},
+            ValueError,
+            "'CurvlinopsHessian' computes neither the GGN",
+        ),
     ],
 )
 def test_wrong_options(options, error, message):

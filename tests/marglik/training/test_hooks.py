@@ -247,10 +247,10 @@ def test_a_training_may_end_at_any_step(stop):
 def test_a_loop_that_never_steps_is_told_so():
     model = network()
     prior = PriorLearner("classification")
-    with pytest.raises(RuntimeError, match="no step of the optimiser.*Call start"):
+    with pytest.raises(RuntimeError, match="made no step since start.*Call start"):
         prior.finish()
     prior.start(model, sgd(model), loader(), 2)
-    with pytest.raises(RuntimeError, match="no step of the optimiser.*whose step"):
+    with pytest.raises(RuntimeError, match="made no step since start.*whose step"):
         prior.finish()
 
 
@@ -451,7 +451,7 @@ def test_finish_keeps_weights_that_changed_since_the_last_step(restore, options,
     assert prior.finish()["averaged"] == 0
     assert same(weights(model), state)  # BatchNorm's statistics, too
     assert torch.equal(prior.posterior.mean, torch.cat([p.flatten() for p in model.parameters()]))
-    assert "keeps the parameters, which have changed since" in caplog.text
+    assert "keeps the parameters, because they have changed since" in caplog.text
     assert prior.finish()["averaged"] == 0 and same(weights(model), state)  # again, too
 
 
@@ -527,7 +527,9 @@ def test_a_new_optimiser_in_the_midst_of_training_is_an_error_with_a_way_out():
     model, optimizer, prior = begun("plain", stop=6)
     new = torch.optim.Adam(model.parameters(), 1e-3)
     (x, y), *_ = loader()
-    with pytest.raises(RuntimeError, match=r"Adam has stepped '0.weight'.*as a list.*detach\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"Adam made a step for '0.weight'.*as a list.*detach\(\)"
+    ):
         plain(model, new, lambda: None, x, y, 0)
     prior.detach()
     prior.load_state_dict(prior.state_dict())
@@ -620,11 +622,11 @@ def test_what_changes_after_the_start_is_named():
 
     epoch()
     optimizer.param_groups[0]["weight_decay"] = 4.0
-    with pytest.raises(ValueError, match="weight decay of its own"):
+    with pytest.raises(ValueError, match="its own weight decay"):
         epoch()
     optimizer.param_groups[0]["weight_decay"] = 0.0
     model[0].bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"'0.bias' was frozen or unfrozen since start"):
+    with pytest.raises(ValueError, match=r"'0.bias' was frozen or unfrozen after start"):
         epoch()
     model[0].bias.requires_grad_(True)
     epoch()
@@ -713,7 +715,7 @@ def test_a_closure_that_is_evaluated_twice_is_an_error():
     optimizer = Twice(model.parameters(), 0.1)
     prior = PriorLearner("classification")
     prior.start(model, optimizer, loader(), 2)
-    with pytest.raises(RuntimeError, match="Twice has evaluated its closure twice"):
+    with pytest.raises(RuntimeError, match="Twice evaluated its closure twice"):
         optimizer.step(lambda: None)
 
 
@@ -754,7 +756,9 @@ def test_hooks_go_with_the_training_and_keep_nothing_alive():
     prior.start(model, optimizer, loader(), 2)
     assert hooks(optimizer) == (1, 1)  # not others beside them
     other = PriorLearner("classification", average=None)
-    with pytest.raises(RuntimeError, match=r"Another PriorLearner.*detach\(\), or make a new"):
+    with pytest.raises(
+        RuntimeError, match=r"Another PriorLearner.*detach\(\) of .*, or create a new"
+    ):
         other.start(model, optimizer, loader(), 2)
     prior.detach()
     other.start(model, optimizer, loader(), 2)

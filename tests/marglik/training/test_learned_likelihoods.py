@@ -336,7 +336,9 @@ def test_a_noise_counts_directions_that_tensors_share_once():
     assert fixed_point(with_the_sum) - exact > 0.25  # 0.30
 
 
-@pytest.mark.filterwarnings("ignore:The training ended before", "ignore:Half of the fall")
+@pytest.mark.filterwarnings(
+    "ignore:The training ended before", "ignore:The network does not fit yet"
+)
 def test_noise_that_depends_on_the_input_is_learned_from_150_points():
     x, y = wave(150, 1, torch.float32)
     model, epochs = deep_network(50, 1), 150

@@ -228,7 +228,7 @@ def test_the_average_so_far_is_validated_and_the_training_goes_on_as_without():
         learn(model, sgd(model), prior, data, 6, after_step=look if validates else lambda: None)
         ends.append((prior.weight_decays(), prior.evidences, [*model.parameters()]))
     assert_close(ends[0], ends[1], rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="call start before averaged"):
+    with pytest.raises(RuntimeError, match="Call start before averaged"):
         with PriorLearner("classification").averaged():
             pass
 
@@ -312,7 +312,7 @@ def test_early_stopping_ends_with_the_network_that_was_validated_best():
     assert same(model.state_dict(), state)
     assert prior.validation_loss(held_out) == min(losses)
     prior.posterior.check_weights()
-    with pytest.raises(RuntimeError, match="call start before validation_loss"):
+    with pytest.raises(RuntimeError, match="Call start before validation_loss"):
         PriorLearner("classification").validation_loss(held_out)
     with pytest.raises(TypeError, match="list_iterator, which can be read only once"):
         prior.validation_loss(iter(held_out))
@@ -347,7 +347,7 @@ def test_update_prior_by_hand():
     assert torch.equal(laplace.prior_precision, hyper.prior_precision)
     assert hyper.prior_precision.log().abs().max() < 0.4 + 1e-6
     assert record["weight_decay"]["0.weight"] == hyper.prior_precision[0] / 30
-    with pytest.raises(ValueError, match="saw 30 examples, but the loader promised 31"):
+    with pytest.raises(ValueError, match="read 30 examples, but the loader's length promises 31"):
         update_prior(hyper, laplace, data, 31)
 
 
@@ -498,7 +498,7 @@ def test_several_terms_are_asked_for_before_anything_is_done():
         PriorLearner("classification").start(model, sgd(model), data)
     with pytest.raises(ValueError, match="mean_over='batch' is not supported"):
         PriorLearner("classification", mean_over="batch")
-    with pytest.raises(ValueError, match="learn_sigma_noise=True is for likelihood 'regression'"):
+    with pytest.raises(ValueError, match="learn_sigma_noise=True needs likelihood 'regression'"):
         PriorLearner("classification", learn_sigma_noise=True)
 
 

@@ -25,7 +25,7 @@ def told(call):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()
-    return [str(w.message) for w in found if "The loop's loss is not" in str(w.message)]
+    return [str(w.message) for w in found if "The loop's loss differs" in str(w.message)]
 
 
 def weighted_mean(f, y):
@@ -45,7 +45,7 @@ CASES = {
     ),
     "smoothing": (
         "classification", lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1), {},
-        r"labels smoothed by 0.1. Pass the likelihood 'classification\(smoothing=0.1\)'",
+        r"labels with a smoothing of 0.1. Pass the likelihood 'classification\(smoothing=0.1\)'",
     ),
     "smoothing that is named": (
         "classification(smoothing=0.1)",
@@ -59,7 +59,7 @@ CASES = {
     ),
     "another term": (
         "classification", lambda f, y: F.cross_entropy(f, y) + 0.1 * f.square().mean(), {},
-        "has another direction. Are there label smoothing, class weights",
+        "has another direction. Possible reasons are label smoothing, class weights",
     ),
     "a constant": ("classification", lambda f, y: F.cross_entropy(f, y) + 3.0, {}, None),
     "sum of squares": (
@@ -138,7 +138,7 @@ def test_a_function_is_compared_on_the_first_batch(name, dtype, way):
         ({}, 2.0**16, 1, None),  # of a gradient scaler
         ({}, 0.1, 1, "is 0.1 times"),
         ({"reduction": "sum"}, 1.0, 3, "is 8 times.*sum"),
-        ({"label_smoothing": 0.1}, 2.0**16, 3, "smoothed by 0.1"),
+        ({"label_smoothing": 0.1}, 2.0**16, 3, "smoothing of 0.1"),
     ],
 )
 @pytest.mark.parametrize("num_classes", [2, 3])
@@ -209,7 +209,7 @@ def trainer(**options):
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, None), ({"label_smoothing": 0.2}, "smoothed by 0.2"), ({"reduction": "sum"}, "8 times")],
+    [({}, None), ({"label_smoothing": 0.2}, "smoothing of 0.2"), ({"reduction": "sum"}, "8 times")],
 )
 @pytest.mark.parametrize("is_manual", [False, True])
 def test_lightnings_callback_compares_the_first_batch(options, accumulated, expected, is_manual):
@@ -233,7 +233,7 @@ def test_lightnings_callback_leaves_no_hooks_after_an_exception():
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("plain", None), ("smoothing", "smoothed by 0.1"), ("weights", "counts some classes more")],
+    [("plain", None), ("smoothing", "smoothing of 0.1"), ("weights", "counts some classes more")],
 )
 def test_hugging_faces_callback_compares_the_trainers_loss(kind, expected, tmp_path):
     transformers = pytest.importorskip("transformers")
