@@ -69,7 +69,9 @@ class Metrics(Generic[T]):
     """
 
     nll: T | None = _metric("Negative log-likelihood", "NLL", "nats per example", "lower")
-    nll_recorded_labels: T | None = _metric("... if test labels are as wrong", "", "nats", "lower")
+    nll_recorded_labels: T | None = _metric(
+        "... of labels as wrong as in training", "", "nats", "lower"
+    )
     nll_true_class: T | None = _metric("... of the true class", "", "nats", "lower")
     rmse: T | None = _metric(
         "Root mean squared error", "RMSE", "unit of the target", "lower", decimals=None
@@ -276,8 +278,8 @@ class Evaluation:
         if not self.num_seen:
             return ""
         return (
-            f"{self.num_seen:,} of the {self.num_test:,} test examples have inputs that the "
-            "network was trained on or calibrated with: metrics on them are not those of new data."
+            f"{self.num_seen:,} of the {self.num_test:,} test examples have inputs that were used "
+            "for training or calibration. The metrics are therefore not valid for new data."
         )
 
 

@@ -57,7 +57,7 @@ def verdict(
     """
     likelihood = likelihood_of(likelihood)
     if likelihood.has_sigma and sigma_noise is None:
-        raise ValueError("Regression needs the noise of both networks; pass sigma_noise=(σ, σ).")
+        raise ValueError("Regression needs the noise of both networks. Pass sigma_noise=(σ, σ).")
     batches, held_out, metrics, scores = list(test), list(held_out), [], []
     for network, sigma in zip((model, plain), sigma_noise or (1.0, 1.0), strict=True):
         alone = Ensemble([network], likelihood, sigma)
@@ -124,9 +124,7 @@ def in_words(
     if not lines:
         return f"{subject}: no verdict, because the test examples give no interval."
     if not changes:
-        first = (
-            f"{subject}: no difference from the plain network that these test examples can show."
-        )
+        first = f"{subject}: no significant difference from the plain network."
     else:
         # A gain and a loss are contrasted, two of a kind are joined.
         contrast = len({is_gain for _, is_gain in changes}) > 1

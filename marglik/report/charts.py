@@ -286,7 +286,7 @@ def ranges_chart(run: Run, ranges: Mapping[str, Range]) -> Chart:
         shares = [value / one.largest for value in values]
         curves.append(_curve(name, epochs, shares, style, dash=dash, size=4))
     title, axis = run.titled("Ranges over epochs"), {"range": [-0.02, 1.02]}
-    return _over_epochs(title, "share of the largest", curves, wide=not run.label, yaxis=axis)
+    return _over_epochs(title, "share of the largest range", curves, wide=not run.label, yaxis=axis)
 
 
 def _over_epochs(title: str, y: str, curves: Sequence[Trace], **more: Any) -> Chart:
@@ -358,8 +358,8 @@ def risk_coverage_chart(title: str, series: Sequence[Predictive]) -> Chart:
 def roc_chart(title: str, series: Sequence[Predictive]) -> Chart:
     """The share of out-of-distribution examples that are flagged, over that of our own."""
     curves = [(one, one.record.roc) for one in series]
-    hover = "%{y:.1%} of the others,<br>%{x:.1%} of its own"
-    axes = ("flagged of the test set", "flagged of the others")
+    hover = "%{y:.1%} of out-of-distribution data,<br>%{x:.1%} of test data"
+    axes = ("flagged test examples", "flagged out-of-distribution examples")
     return _share_chart(title, curves, axes, hover, [_diagonal("chance")])
 
 

@@ -136,7 +136,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """
     if not folders or len({folder.resolve() for folder in folders}) < len(folders):
         names = ", ".join(map(str, folders)) or "none"
-        raise ValueError(f"Folders of runs: {names}; pass one or several, each of them once.")
+        raise ValueError(
+            f"The folders {names} are not different runs. Pass one or several folders, each once."
+        )
     names = [folder.resolve().name for folder in folders]
     names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
     labels = names if len(folders) > 1 else [""]
@@ -148,12 +150,12 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _read_run(folder: Path) -> Run:
     if not folder.exists():
-        raise FileNotFoundError(f"{folder} does not exist; pass a folder that marglik train wrote.")
+        raise FileNotFoundError(f"{folder} does not exist. Pass a folder written by marglik train.")
     main = next((folder / name for name in MAIN_NAMES if (folder / name).is_file()), None)
     if main is None:
         raise ValueError(
-            f"{folder} is not the folder of a run: it has none of {', '.join(MAIN_NAMES)}. Pass "
-            "the folder that marglik train wrote to (--output)."
+            f"{folder} is not the folder of a run: it contains none of {', '.join(MAIN_NAMES)}. "
+            "Pass the folder that marglik train wrote to (--output)."
         )
     results, lines, config = read_results(folder), read_log(folder), folder / CONFIG
     try:
@@ -162,7 +164,7 @@ def _read_run(folder: Path) -> Run:
         options = yaml.safe_load(text)
     except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())  # in one line
-        raise ValueError(f"{config} cannot be read: {why}. Run it again.") from error
+        raise ValueError(f"{config} cannot be read: {why}. Run the command again.") from error
     return Run(
         folder=folder,
         results=results,
@@ -182,8 +184,8 @@ def _records(
         return [from_json(of_type, {k: v for k, v in line.items() if k != "kind"}) for line in own]
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{folder}: its log is of another version of marglik ({error}). Train again, or make "
-            "the report with the version that wrote it."
+            f"{folder}: its log was written by another version of marglik ({error}). Train again, "
+            "or write the report with that version."
         ) from error
 
 

@@ -45,9 +45,11 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
     path = first / REPORT if len(runs) == 1 else first.resolve().parent / COMPARISON
     path = path if output is None else Path(output)
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; pass a file such as {path / REPORT}.")
+        raise ValueError(f"{path} is a folder. Pass a file such as {path / REPORT}.")
     if path.name in set(ALL) - {REPORT} and run_folder_of(path) is not None:
-        raise ValueError(f"{path} is a file of a run, which a page never replaces; pass another.")
+        raise ValueError(
+            f"{path} is a file of a run, which a report never replaces. Pass another file."
+        )
     write_file(path, _render(runs).encode("utf-8"))
     return path
 

@@ -69,18 +69,18 @@ def _summary(runs: Sequence[Run]) -> Blocks:
     blocks += [summary_table(runs)] if evaluated_and_rivals(runs) else []
     for run in runs:
         for network in run.results.networks.values() if run.results else ():
-            title = run.titled("This network minus the plain one, on the same test examples")
+            title = run.titled("Difference to the plain network on the same test examples")
             blocks += differences_table(title, network.differences or {})
         against = {one.name: one.record.against for one in predictives([run])}
         rivals = ", ".join(dict.fromkeys(one.predictive for one in against.values() if one))
-        title = run.titled(f"Differences from {rivals}, on the same test examples")
+        title = run.titled(f"Differences to {rivals} on the same test examples")
         differences = {name: one.differences for name, one in against.items() if one}
         blocks += differences_table(title, differences)
     for evaluation in [run.evaluation for run in runs if run.evaluation]:
         if positions := evaluation.num_positions:
             blocks.append(
-                f"Metrics are means over {positions:,} positions (tokens), the NLL in nats per "
-                "position; each sequence counts as one example."
+                f"Metrics are means over {positions:,} positions (tokens). The NLL is in nats per "
+                "position. Each sequence is one example."
             )
         if ood := evaluation.ood:
             name = f"{ood.name} ({ood.num_examples:,} examples)"
@@ -102,16 +102,17 @@ def _curves(runs: Sequence[Run]) -> Blocks:
             for update in run.updates
         ]
         if any(estimates):
-            but_the_last = "" if estimates[-1] else "but the last one "
+            except_the_last = "" if estimates[-1] else ", except the last one"
             blocks.append(
                 run.titled(
-                    f"Evidences {but_the_last}are estimates, from a sample or from random vectors."
+                    "The evidences are estimates from a sample or from random vectors"
+                    f"{except_the_last}."
                 )
             )
     if curves and any(run.target_scale for run in runs):
         blocks.append(
-            "Evidence and loss are of the target as it was standardised for training; metrics are "
-            "in its own unit."
+            "Evidence and loss refer to the standardised target of the training. Metrics are in "
+            "the unit of the target."
         )
     return blocks
 
@@ -151,9 +152,9 @@ def _augmentation(runs: Sequence[Run]) -> Blocks:
         ]
         columns = ["Range", "initial", "learned", "largest"]
         blocks.append(Table(run.titled("Ranges"), columns, rows))
-        title = run.titled("Training images, and the copies whose outputs are averaged")
+        title = run.titled("Training images and their transformed copies")
         for i, images in enumerate(augmentation.examples):
-            names = ["Training image", *(f"Its copy {k}" for k in range(1, len(images)))]
+            names = ["Training image", *(f"Copy {k}" for k in range(1, len(images)))]
             pictures = [Picture(*pair) for pair in zip(images, names, strict=True)]
             blocks.append(Gallery("" if i else title, pictures, "copies"))
     return blocks
@@ -235,7 +236,7 @@ def _uncertain(runs: Sequence[Run]) -> Blocks:
                     ("predicted", f"{one.predicted} ({100 * one.probability:.0f} %)"),
                     ("label", f"{one.label} {'✓' if one.predicted == one.label else '✗'}"),
                     ("entropy", f"{one.entropy:.2f}"),
-                    ("of it epistemic", f"{one.epistemic:.2f}"),
+                    ("epistemic", f"{one.epistemic:.2f}"),
                     ("image", str(one.index)),
                 ],
                 (one.aleatoric / largest, one.epistemic / largest),
@@ -255,12 +256,12 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
             blocks.append(run.titled(labels.unknown))
             continue
         text = (
-            f"{labels.number:,} of {labels.judged:,} labels are to be looked at. The network "
-            f"predicted {percentage(labels.agreement, 1)} of the labels, on average over the "
-            "epochs. Examples count from 0, as the rows of the file or the images of the data do."
+            f"{labels.number:,} of {labels.judged:,} labels are suspicious. Averaged over the "
+            f"epochs, the network predicted {percentage(labels.agreement, 1)} of the labels. "
+            "Examples are counted from 0, in the order of the file or of the images."
         )
         blocks.append(run.titled(text))
-        title = run.titled("The most suspicious")
+        title = run.titled("The most suspicious labels")
         columns = ("example", "label", "predicted", "score")
         cells = [
             [str(one.index), one.label, one.predicted, number(one.score, 2)]

@@ -104,7 +104,7 @@ def _loss(metric: Metric, value: float) -> float:
 
 SECONDS = {
     "seconds": "Time to predict the test set",
-    "seconds_of_training": "Time to train its members",
+    "seconds_of_training": "Time to train the ensemble",
 }
 DIFFERENCES = ("nll", "accuracy", "brier")
 

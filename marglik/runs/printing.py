@@ -54,7 +54,7 @@ def print_results(results: Results, report: Path) -> None:
     final = f"{evidence.final / num_data:.4f}"
     if evidence.first != evidence.final:  # otherwise nothing was updated
         first = f"{evidence.first / num_data:.4f} at the first update"
-        final = f"{first}, {final} at the kept one (epoch {evidence.epoch})"
+        final = f"{first}, {final} at the final one (epoch {evidence.epoch})"
     _print_paragraph(
         f"log marginal likelihood per example: {final}"
         f"{', of the standardised target' if results.target_scale else ''}"
@@ -98,7 +98,7 @@ def _print_weight_decays(tensors: Mapping[str, TensorDecay]) -> None:
     ]
     _print_table(["parameter", "weight decay", "effective / all"], rows)
     if len(tensors) > len(largest):
-        say(f"... and {len(tensors) - len(largest)} smaller ones, in results.json")
+        say(f"... and {len(tensors) - len(largest)} smaller tensors, in results.json")
 
 
 def _print_metrics(scores: Mapping[str, Scores], record: Results | Evaluation) -> None:
@@ -130,18 +130,18 @@ def _print_calibration(fit: CalibrationRecord | None) -> None:
     say()
     if fit is None:
         _print_paragraph(
-            "The predictive is not calibrated: there was no held-out data, or calibration was not "
-            "asked for. To calibrate it, provide examples that the network was not trained on: "
-            "--data.validation, or x_validation and y_validation in a TensorFile."
+            "The predictive is not calibrated, because there was no held-out data or calibration "
+            "was turned off. To calibrate it, provide validation data: --data.validation, or "
+            "x_validation and y_validation in a TensorFile."
         )
         return
     from marglik.prediction.links import Calibration  # late: imports torch
 
     _print_paragraph(
         f"{fit.predictive}: calibrated on {fit.num_terms} held-out loss terms: "
-        f"{Calibration(**fit.calibration).in_words}. Their NLL: {fit.nll:.4f}; MAP "
-        f"{fit.nll_map:.4f}, temperature-scaled {fit.nll_scaled_map:.4f}; uncalibrated "
-        f"Laplace {fit.nll_uncalibrated:.4f}."
+        f"{Calibration(**fit.calibration).in_words}. NLL of these terms: {fit.nll:.4f} (MAP "
+        f"{fit.nll_map:.4f}, temperature-scaled MAP {fit.nll_scaled_map:.4f}, uncalibrated "
+        f"Laplace {fit.nll_uncalibrated:.4f})."
     )
 
 
@@ -155,7 +155,7 @@ def _print_ranges(augmentation: Augmentation | None) -> None:
         if one.learned > 0.02 * one.largest
     ]
     _print_paragraph(
-        f"Learned invariances (angles in radians, moves in halves of the image): "
+        f"Learned invariances (angles in radians, shifts in halves of the image): "
         f"{', '.join(wide) or 'none'}. The network averages {augmentation.copies} copies of each "
         "image."
     )
@@ -167,10 +167,9 @@ def _print_suspicious(labels: SuspiciousLabels) -> None:
         return
     say()
     _print_paragraph(
-        f"Training labels to look at, wrong or hard: the {labels.number} of {labels.judged} with "
-        f"the highest scores. The network predicted {100 * labels.agreement:.0f} % of all, on "
-        "average over training. Examples count from 0, as the rows of the file or the images of "
-        "the data do."
+        f"Possibly wrong training labels: the {labels.number} of {labels.judged} with the highest "
+        f"scores. Averaged over the training, the network predicted {100 * labels.agreement:.0f} % "
+        "of the labels. Examples are counted from 0, in the order of the file or of the images."
     )
     examples = labels.examples[:SUSPICIOUS_SHOWN]
     rows = [[str(e.index), e.label, e.predicted, f"{e.score:.1f}"] for e in examples]

@@ -200,10 +200,10 @@ def test_what_differs():
 
 def test_folders_that_are_of_no_run(evaluated, tmp_path):
     for folders, error, message in (
-        ([], ValueError, "pass one or several"),
-        ([evaluated, evaluated / ".." / evaluated.name], ValueError, "each of them once"),
+        ([], ValueError, "Pass one or several"),
+        ([evaluated, evaluated / ".." / evaluated.name], ValueError, "each once"),
         ([evaluated / "x"], FileNotFoundError, "x does not exist"),
-        ([tmp_path], ValueError, "it has none of results.json"),
+        ([tmp_path], ValueError, "it contains none of results.json"),
     ):
         with pytest.raises(error, match=message):
             read_runs(folders)
@@ -253,8 +253,8 @@ def test_the_page_says_what_the_run_found(page, run):
     nll = run.evaluation.predictives[LAPLACE].metrics.nll
     for text in (
         "MLP on digits (0, 1, 2)", f"{nll:.4f}", "Negative log-likelihood nats per example, lower",
-        "This network minus the plain one, on the same test examples", "Each tensor at the end",
-        "labels are to be looked at", "curvature.fisher mc", "noise (20 examples)",
+        "Difference to the plain network on the same test examples", "Each tensor at the end",
+        "labels are suspicious", "curvature.fisher mc", "noise (20 examples)",
     ):  # fmt: skip
         assert text in page.text, text
     plots = [attrs for attrs in page.having("div") if attrs.get("class") == "chart-plot"]
