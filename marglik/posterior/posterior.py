@@ -1,10 +1,11 @@
 """The Laplace posterior: a Gaussian at the network's parameters.
 
-p(θ | D) ≈ N(θ*, (H/(σ²T) + P₀)⁻¹): H is the GGN, a sum over the data, and P₀ the prior precision δ
-of each tensor. H is Kronecker-factored, block by block, or for few parameters dense, diagonal or of
-low rank; the precision is an operator (`marglik.posterior.precision`). With Kronecker factors the
-evidence needs only eigenvalues; eigenvectors are computed when a prediction first needs them.
-`marglik.laplace` has this posterior with the calls of laplace-torch.
+p(θ | D) ≈ N(θ*, (H/(σ²T) + P₀)⁻¹). H is the GGN, a sum over the data. P₀ is the prior precision
+with one δ per tensor. H is Kronecker-factored, block by block. For few parameters it can also be
+dense, diagonal or of low rank. The precision is an operator (`marglik.posterior.precision`). With
+Kronecker factors the evidence needs only eigenvalues, so eigenvectors are computed when a
+prediction first needs them. `marglik.laplace` offers this posterior with the interface of
+laplace-torch.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -47,54 +48,55 @@ from marglik.posterior.precision import KroneckerPrecision, Precision
 T = TypeVar("T")
 NOT_FITTED = "The Laplace approximation is not fitted. Call fit() first."
 Layers = Literal["all", "last"]
-"""Whose uncertainty counts: "last" treats all other layers as constants."""
+"""Layers whose uncertainty is included. "last" treats all other layers as constants."""
 
 
 class Posterior:
     """The Gaussian posterior N(θ*, (H/(σ²T) + P₀)⁻¹) of a network's trainable parameters.
 
-    `fit`, or `restore` with factors that are known already, sets the curvature H and takes θ* from
-    the model. From these everything else is computed when it is first asked for, and kept: what
-    the evidence needs, eigenvectors, functions that compute output covariances. A new fit drops all
-    of it. A new δ, σ or T keeps eigenvalues and eigenvectors, which belong to H alone, but not the
-    covariance functions, and hides the calibrations, which were found for the old values. So
-    hyperparameters can be set at any time, and trying out many of them is cheap.
+    `fit` computes the curvature H and takes θ* from the model; `restore` does the same with
+    existing factors. All other quantities are computed on first use and cached: evidence terms,
+    eigenvectors, and functions for output covariances. A new fit clears the cache. A new δ, σ or T
+    keeps eigenvalues and eigenvectors, which depend only on H. It clears the covariance functions
+    and hides the calibrations, which belong to the former values. It is therefore cheap to try many
+    hyperparameters.
 
-    A posterior is that of the weights that it was fitted at. Once the network has others, evidence,
-    samples and predictions raise an error, see `check_weights`. Entries of parameters that are
-    constants, such as an embedding's padding, have no prior, and samples keep their values.
+    A posterior belongs to the weights at which it was fitted. If the network has other weights,
+    evidence, samples and predictions raise an error, see `check_weights`. Constant entries, such as
+    an embedding's padding, have no prior, and samples keep their values.
 
-    `fit` and predictions run the model in eval mode and restore the mode that it was in. N is the
-    number of examples that `fit` saw. A temperature T divides the whole log-likelihood, including
-    the normaliser of regression.
+    `fit` and predictions run the model in eval mode and then restore its mode. N is the number of
+    examples that `fit` read. A temperature T divides the whole log-likelihood, including the
+    normaliser of regression.
 
     Args:
         model: the network at its MAP parameters; frozen parameters have no posterior.
         likelihood: "classification", "regression", "bernoulli", or another of
             `kfac_backend.likelihoods`.
         options: all options of the curvature pass.
-        prior_precision: δ, a scalar or one per trainable tensor. It is the precision beside the
-            likelihood of the whole data set (weight decay · N / T), see `marglik.posterior.prior`.
+        prior_precision: δ, a scalar or one per trainable tensor. It belongs to the likelihood of
+            the whole data set (weight decay · N / T), see `marglik.posterior.prior`.
         sigma_noise: σ of regression.
         temperature: T; the likelihood is raised to the power 1/T.
         prior_mean: the mean of the prior, a scalar or one per trainable parameter.
-        structure: of the precision: "kron", or from Jacobians "full", "diag" or "lowrank", for a
-            few thousand parameters at the most. From Jacobians, δ may also be one per parameter.
-        rank: K, the number of eigenpairs of "lowrank". If H has more of them, the results depend a
-            little on the batches of the fit, see `JacobianGGN`.
-        indices: of the parameters that have a posterior, in the vector of all trainable ones; the
-            others are constants. None takes all; "kron" has blocks of whole tensors.
-        enable_backprop: whether `output_distribution` keeps its graph in the inputs, which takes
+        structure: structure of the precision: "kron", or, from Jacobians, "full", "diag" or
+            "lowrank", for at most a few thousand parameters. From Jacobians, δ may also be one per
+            parameter.
+        rank: K, the number of eigenpairs of "lowrank". If H has more eigenpairs, the results depend
+            slightly on the batches of the fit, see `JacobianGGN`.
+        indices: indices of the parameters that have a posterior, in the vector of all trainable
+            parameters; the others are constants. None selects all. "kron" needs whole tensors.
+        enable_backprop: whether `output_distribution` keeps its graph in the inputs, which needs
             Jacobians.
-        generator: source of what a Fisher draws, on the model's device.
+        generator: random numbers for a Fisher that draws, on the model's device.
         process_group: the ranks of `torch.distributed` that fit together, each with a shard of the
             data; None for this process alone.
-        keywords: single options that replace those of ``options``, such as
+        keywords: single options that override fields of ``options``, such as
             ``kfac_approx="reduce"``.
 
     Raises:
-        ValueError: an option that is not supported, or a hyperparameter that is not positive.
-        TypeError: a keyword that is no option.
+        ValueError: an option is not supported, or a hyperparameter is not positive.
+        TypeError: a keyword is not an option.
     """
 
     adds_at_other_weights: ClassVar[bool] = False
@@ -135,7 +137,8 @@ class Posterior:
         self._sizes = [p.numel() for p in named.values()]
         number = sum(self._sizes)
         self.indices = torch.arange(number) if indices is None else _checked(indices, number)
-        """Of the parameters that have a posterior, in the vector of all trainable ones."""
+        """Indices of the parameters that have a posterior, in the vector of all trainable
+        parameters."""
         if structure == "kron" and indices is not None:
             raise ValueError(
                 "structure='kron' has one block per tensor, but indices select single weights. "
@@ -155,7 +158,8 @@ class Posterior:
         self.n_data, self.n_outputs = 0, 0
         self._calibrations: tuple[dict[str, Any], tuple] = {}, ()
         self.sample_size: int | None = None
-        """M, where `fit` saw a random sample of M examples that stands for all; None for all."""
+        """M, the number of examples if `fit` used a random sample of the data; None for all
+        data."""
         self.curvature_pass: CurvaturePass | None = None
         """The pass over data that a later fit (or another posterior of the model) uses again: what
         is proved of the model need not be proved anew. See `CurvaturePass.factors_of`."""
@@ -183,7 +187,7 @@ class Posterior:
     def factors(self) -> KroneckerFactors | None:
         """The fitted curvature H at σ = T = 1, a sum over the data; None before `fit`.
 
-        Also None where H is from Jacobians, see `fitted_curvature`.
+        Also None if H is from Jacobians, see `fitted_curvature`.
         """
         return self._curvature if isinstance(self._curvature, KroneckerFactors) else None
 
@@ -204,7 +208,7 @@ class Posterior:
 
     @property
     def likelihood(self) -> Likelihood:
-        """What outputs say about targets; set it, by name too, before the fit alone."""
+        """Likelihood of the targets. It can be set before the fit, also by name."""
         return self._likelihood
 
     @likelihood.setter
@@ -231,9 +235,9 @@ class Posterior:
 
     @property
     def prior_precision(self) -> Tensor:
-        """δ > 0, (1,) or one per trainable tensor; set it to a scalar or a tensor.
+        """δ > 0, (1,) or one per trainable tensor. Set it to a scalar or a tensor.
 
-        Of a posterior from Jacobians also one per parameter that has a posterior.
+        For a posterior from Jacobians also one per parameter with a posterior.
         """
         return self._prior_precision
 
@@ -272,7 +276,7 @@ class Posterior:
 
     @property
     def prior_mean(self) -> Tensor:
-        """The mean of the prior, a scalar, (1,) or one per trainable parameter; a copy."""
+        """Copy of the prior's mean: a scalar, (1,) or one per trainable parameter."""
         return self._prior_mean.clone()
 
     @prior_mean.setter
@@ -306,11 +310,11 @@ class Posterior:
 
     @property
     def calibrations(self) -> dict[str, dict[str, Any]]:
-        """Label of a predictive -> what `marglik.calibrate` found for it, as plain data.
+        """Label of a predictive -> its calibration by `marglik.calibrate`, as plain data.
 
-        Saved with the posterior. Calibrations hold for the hyperparameters at which they were set:
-        the mapping is empty while these are others. Assign a whole mapping; the one returned is a
-        copy.
+        The mapping is saved with the posterior. Calibrations belong to the hyperparameters at which
+        they were set. With other hyperparameters the mapping is empty. The returned mapping is a
+        copy; to change it, assign a whole mapping.
         """
         calibrations, at = self._calibrations
         return dict(calibrations) if at == self._hyperparameters else {}
@@ -333,24 +337,24 @@ class Posterior:
     ) -> None:
         """Compute the curvature at the model's current parameters.
 
-        With several ranks of `torch.distributed` all of them call this, each with its shard of the
-        data, and all end with the evidence of all the data; see `kronecker_factors`. Each block is
-        kept by one rank. Predictives that the ranks share (`laplace_predictive` with ranks) need
-        no more; for what a rank computes alone, such as samples, call `gather` first.
+        All ranks of the process group call this together, each with its shard of the data. All then
+        have the evidence of all the data; see `kronecker_factors`. One rank stores each block.
+        Predictives that the ranks share (`laplace_predictive` with ranks) work directly. Before one
+        rank alone computes samples or predictions, call `gather`.
 
         Args:
             train_loader: any iterable of batches (x, y), or of mappings.
-            override: whether to forget earlier data; False adds the new data to it.
+            override: whether to discard earlier data; False adds the new data to it.
             progress_bar: whether to show a progress bar.
             corrected: whether to make a second pass over the data, which computes the diagonal of
                 the exact blocks in the factors' eigenbasis; see `kfac_backend.corrected_factors`.
-            stands_for: N, where the data is a random sample of M of N examples: sums are multiplied
-                by N/M, so that loss, curvature and evidence are estimates of all data's.
+            stands_for: N, if the data is a random sample of M of N examples. Sums are multiplied by
+                N/M, so loss, curvature and evidence are estimates for all the data.
 
         Raises:
-            ValueError: corrected eigenvalues with override=False after a fit, or data that is added
-                at other weights.
-            TypeError: corrected eigenvalues of data that can be read only once.
+            ValueError: corrected eigenvalues with override=False after a fit, or data added at
+                other weights.
+            TypeError: corrected eigenvalues for data that can be read only once.
         """
         adds = not override and self._curvature is not None
         if corrected and adds:
@@ -388,9 +392,9 @@ class Posterior:
         self._take(curvature, None if stands_for is None else num_seen)
 
     def gather(self) -> None:
-        """Bring all factors to all ranks, for what one of them does alone; collective.
+        """Bring all factors to all ranks; collective.
 
-        Samples, predictions and saving need it after a fit by several ranks.
+        After a fit by several ranks, samples, predictions and saving on one rank need this.
         """
         factors = self.factors
         if factors is not None and self.ranks.size > 1:
@@ -441,16 +445,15 @@ class Posterior:
     def restore(
         self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None = None
     ) -> None:
-        """Take this as the curvature at the model's current parameters.
+        """Use a given curvature at the model's current parameters.
 
         Args:
-            curvature: of all the data, or of a sample, scaled to all.
-            sample_size: the number of examples of that sample.
+            curvature: curvature of all the data, or of a sample, scaled to all.
+            sample_size: the number of examples in that sample.
 
         Raises:
-            TypeError: what is not the curvature of this structure.
-            ValueError: a curvature of other parameters, or of another likelihood, than the
-                posterior's.
+            TypeError: the curvature has another structure.
+            ValueError: the curvature has other parameters or another likelihood than the posterior.
         """
         if self.structure == "kron":
             if not isinstance(curvature, KroneckerFactors):
@@ -490,9 +493,9 @@ class Posterior:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """Move the posterior and its network in place, as torch's modules do; returns itself.
+        """Move the posterior and its network in place, like torch's modules; return the posterior.
 
-        The factors stay at least in float32, in which eigenvalues are computed.
+        The factors have at least float32, in which eigenvalues are computed.
         """
         self.model.to(device, dtype)
         self.mean = self.mean.to(self._device, dtype)
@@ -534,26 +537,26 @@ class Posterior:
         )
 
     def fitted_weights(self) -> dict[str, Tensor]:
-        """Name -> the trainable parameters, and running statistics, at which it was fitted.
+        """Name -> trainable parameters and running statistics at the fit.
 
-        ``model.load_state_dict(posterior.fitted_weights(), strict=False)`` goes back to them.
+        ``model.load_state_dict(posterior.fitted_weights(), strict=False)`` restores them.
         """
         return {} if self._fitted is None else dict(self._fitted.values)
 
     def check_weights(self, *, by_value: bool = True) -> None:
-        """Raise a ValueError unless the network has the weights that the posterior was fitted at.
+        """Raise a ValueError unless the network has the weights at which the posterior was fitted.
 
-        Compared are the trainable parameters and the running statistics of BatchNorm; not frozen
-        parameters, nor other buffers.
+        This compares the trainable parameters and BatchNorm's running statistics, but not frozen
+        parameters or other buffers.
 
         Args:
-            by_value: whether the values of all parameters are compared. If not, only where torch's
-                version counters or the memory are others than in the last comparison. That takes no
-                time; but fused optimisers and writes to ``.data`` do not count.
+            by_value: whether to compare the values of all parameters. Otherwise only parameters
+                whose torch version counter or memory has changed are compared. This takes no time,
+                but does not detect changes by fused optimisers or through ``.data``.
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: other weights, or weights in another dtype; it names the first one.
+            ValueError: the weights or their dtype differ; the error names the first one.
         """
         if self._fitted is None:
             raise AttributeError(NOT_FITTED)
@@ -567,10 +570,10 @@ class Posterior:
         self._terms: EvidenceTerms | None = None
 
     def fitted_curvature(self, *, any_weights: bool = False) -> KroneckerFactors | JacobianGGN:
-        """The curvature of the fit.
+        """Return the curvature of the fit.
 
         Args:
-            any_weights: whether the network may have other weights by now.
+            any_weights: whether to accept other weights of the network.
 
         Raises:
             AttributeError: the posterior is not fitted.
@@ -589,7 +592,7 @@ class Posterior:
         return self._curvature
 
     def fitted_factors(self, *, any_weights: bool = False) -> KroneckerFactors:
-        """The curvature of a fit with structure "kron"; otherwise as `fitted_curvature`.
+        """Return the factors of a fit with structure "kron"; otherwise like `fitted_curvature`.
 
         Raises:
             NotImplementedError: another structure, which has no Kronecker factors.
@@ -607,7 +610,7 @@ class Posterior:
     @property
     @torch.inference_mode(False)  # they are kept, for calls that autograd follows
     def evidence_terms(self) -> EvidenceTerms:
-        """What the evidence needs of the fit, independent of δ, σ and T; computed once."""
+        """Quantities of the fit for the evidence, independent of δ, σ and T; computed once."""
         curvature = self.fitted_curvature()
         if self._terms is None:
             tensors = torch.arange(self.n_layers, device=self._device)
@@ -663,13 +666,13 @@ class Posterior:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
     ) -> Tensor:
-        """The log marginal likelihood (nats, a sum over the data), a float64 scalar.
+        """Return the log marginal likelihood (nats, a sum over the data), a float64 scalar.
 
-        It is differentiable in the arguments that are passed. They become the posterior's own
-        hyperparameters, as in laplace-torch.
+        It is differentiable in the arguments. The arguments become the posterior's hyperparameters,
+        as in laplace-torch.
 
-        As it is called in loops, the network's weights are not compared by their values: changes by
-        fused optimisers or through ``.data`` go unseen, see `check_weights`.
+        For speed, the network's weights are not compared by value. Changes by fused optimisers or
+        through ``.data`` are not detected, see `check_weights`.
 
         Args:
             prior_precision: the new δ, a scalar or one per trainable tensor.
@@ -699,9 +702,9 @@ class Posterior:
         return self.evidence_terms.log_likelihood(self.sigma_noise, self.temperature)
 
     def effective_parameters(self) -> Tensor:
-        """γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): directions of each tensor that the data determines.
+        """γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): each tensor's directions that the data determines.
 
-        Each lies between 0 and the number of the tensor's parameters; see `EvidenceTerms`.
+        Each is between 0 and the number of the tensor's parameters; see `EvidenceTerms`.
         """
         terms, delta = self.evidence_terms, self.of_blocks(self.prior_precision)
         gamma = terms.effective_parameters(delta, self.sigma_noise, self.temperature)
@@ -710,13 +713,13 @@ class Posterior:
     # --- the Gaussian ---
 
     def precision(self, *, any_weights: bool = False) -> Precision:
-        """H/(σ²T) + P₀ at the current hyperparameters, an operator.
+        """Return H/(σ²T) + P₀ at the current hyperparameters, an operator.
 
-        It is differentiable in δ and σ where these were set to tensors that require a gradient.
-        Samples and covariances of outputs are not: they take both as constants.
+        It is differentiable in δ and σ if these were set to tensors that require a gradient.
+        Samples and output covariances treat both as constants.
 
         Args:
-            any_weights: whether the network may have other weights by now: H is that of the fit.
+            any_weights: whether to accept other weights of the network; H belongs to the fit.
 
         Raises:
             AttributeError: the posterior is not fitted.
@@ -747,7 +750,7 @@ class Posterior:
     ) -> dict[str, tuple[EigenBlock, Tensor]]:
         """Parameter name -> eigenvectors and eigenvalues of its block of H/(σ²T) + P₀.
 
-        Only of the parameters in ``names``, if given, which saves decomposing the others.
+        ``names`` restricts the parameters, which saves the other decompositions.
         """
         factors = self.fitted_factors(any_weights=any_weights)
         scale = 1 / (self.sigma_noise.square() * self.temperature)
@@ -763,17 +766,17 @@ class Posterior:
         return blocks
 
     def share_eigenvectors(self, ranks: Ranks) -> None:
-        """Compute the eigenvectors that samples and covariances need, each factor's on one rank.
+        """Compute the eigenvectors for samples and covariances on all ranks; collective.
 
-        They are kept, the same to the bit on all ranks. Without this, each rank computes all of
-        them when it first needs them. Collective; does nothing with a single rank.
+        Each rank decomposes some factors, and all ranks cache exactly the same eigenvectors.
+        Without this call, each rank computes all of them on first use. A single rank does nothing.
 
         Args:
             ranks: the ranks that predict together.
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: a factor that is not finite.
+            ValueError: a factor is not finite.
         """
         if ranks.size == 1 or self.structure != "kron":
             self.fitted_curvature()
@@ -797,7 +800,7 @@ class Posterior:
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Float[Tensor, "S P"]:
-        """Samples θ of the posterior, parameter vectors (S, P), at least in float32.
+        """Return samples θ of the posterior, parameter vectors (S, P), at least in float32.
 
         Raises:
             AttributeError: the posterior is not fitted.
@@ -817,15 +820,15 @@ class Posterior:
     def linearised_outputs(
         self, samples: Float[Tensor, "S P"], x: Any
     ) -> Float[Tensor, "S N *R C"]:
-        """Outputs f(x) + J(x) (θ − θ*) of the linearised network, at least in float32.
+        """Return outputs f(x) + J(x) (θ − θ*) of the linearised network, at least in float32.
 
-        With θ from `sample` they are exact samples of the distribution of the outputs, jointly over
-        all inputs and positions. The GGN is the Hessian of this network's loss; the same parameters
-        predict badly in the network itself. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
-        Each sample costs about three forward passes, whatever the number of outputs.
+        With θ from `sample` they are exact samples of the outputs' distribution, jointly over all
+        inputs and positions. The GGN is the Hessian of the linearised network's loss; the same
+        samples predict badly in the network itself. Source: Immer, Korzepa & Bauer 2021
+        (arXiv:2008.08400). Each sample costs about three forward passes, for any number of outputs.
 
         Args:
-            samples: parameter vectors θ, as `sample` returns them.
+            samples: parameter vectors θ from `sample`.
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
 
         Raises:
@@ -838,10 +841,10 @@ class Posterior:
             return linearised_outputs(self.model, changes, x)
 
     def network_outputs(self, samples: Float[Tensor, "S P"], x: Any) -> Float[Tensor, "S N *R C"]:
-        """Outputs of the network itself at parameter vectors, which are not written into it.
+        """Return outputs of the network itself at parameter vectors, without changing the network.
 
         Args:
-            samples: parameter vectors θ, as `sample` returns them.
+            samples: parameter vectors θ from `sample`.
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
         """
         check_whole(self.model, "The network at other parameters")
@@ -856,7 +859,7 @@ class Posterior:
             return torch.stack([outputs(sample) for sample in samples])
 
     def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
-        """Parameter vectors as tensors in the shapes of the parameters, by name."""
+        """Return parameter vectors as tensors in the shapes of the parameters, by name."""
         named = trainable_parameters(self.model)
         parts = vectors.split([p.numel() for p in named.values()], -1)
         return {
@@ -873,28 +876,28 @@ class Posterior:
         classes: Int[Tensor, "*chosen K"] | None = None,
         variance_only: bool = False,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
-        """Outputs f and covariances J Σ Jᵀ of the linearised network's outputs: (N, C), (N, C, C).
+        """Return outputs f and covariances J Σ Jᵀ of the linearised network: (N, C), (N, C, C).
 
         Outputs (N, R, C) of sequences have a covariance at each position, (N, R, C, C). These take
-        R·C backward passes per example; `linearised_outputs` is far cheaper there. The Jacobian J
-        is never stored. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
+        R·C backward passes per example; `linearised_outputs` is much cheaper for sequences. The
+        Jacobian J is never stored. Source: Immer, Korzepa & Bauer 2021 (arXiv:2008.08400).
 
         Args:
             x: inputs, a tensor or a mapping of tensors; moved to the model's device.
             layers: "last" treats all layers but the last as constants (last-layer Laplace), which
-                costs one forward pass, see `LastLayerCovariance`; so does "all" where the others
-                are frozen.
-            positions: mask of the M positions of sequences that are wanted; the results then are
-                (M, C) and (M, C, C).
-            classes: indices of the K outputs that are wanted, (K,), or (..., K) for each position;
-                all C if None.
+                costs one forward pass, see `LastLayerCovariance`. "all" costs the same if the other
+                layers are frozen.
+            positions: mask that selects M positions of sequences; the results then are (M, C) and
+                (M, C, C).
+            classes: indices of K selected outputs, (K,), or (..., K) for each position; None
+                selects all C.
             variance_only: whether to return the variances (..., C), the diagonals of the
-                covariances, and to allocate no C×C array. For the last layer, variances cost no
+                covariances, without allocating C×C arrays. For the last layer, variances cost no
                 more than a forward pass for any C.
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: NaN or infinity in the outputs, or the network has other weights.
+            ValueError: the outputs contain NaN or infinity, or the network has other weights.
         """
         check_option("layers", layers, Layers)
         self.check_weights()
@@ -908,22 +911,21 @@ class Posterior:
     def joint_output_distribution(
         self, x: Float[Tensor, "*T q d"], classes: list[int] | None = None
     ) -> tuple[Float[Tensor, "*T q K"], Float[Tensor, "*T q_K q_K"]]:
-        """Outputs (..., q, K) at sets X of q inputs, and their joint covariances J(X) Σ J(X)ᵀ.
+        """Return outputs (..., q, K) at sets X of q inputs and joint covariances J(X) Σ J(X)ᵀ.
 
         Row p·K + c of a covariance (..., q·K, q·K) is output c at input p. Both results are
         differentiable in inputs that require a gradient, as acquisition functions of Bayesian
-        optimisation need; the Jacobian J is never stored, see `OutputCovariance.joint`.
+        optimisation need. The Jacobian J is never stored, see `OutputCovariance.joint`.
 
         Args:
             x: sets of inputs, each input a vector, on the model's device. The results have the
                 dtype of x.
-            classes: indices of the K outputs that are wanted; all if None.
+            classes: indices of K selected outputs; None selects all.
 
         Raises:
             AttributeError: the posterior is not fitted.
-            ValueError: x with fewer than two axes, or without inputs; the network has other
-                weights.
-            NotImplementedError: outputs of several positions.
+            ValueError: x has fewer than two axes or no inputs, or the network has other weights.
+            NotImplementedError: the outputs have several positions.
         """
         if x.dim() < 2 or not x.shape[:-1].numel():
             raise ValueError(
@@ -1045,13 +1047,13 @@ def trainable_layers(model: nn.Module) -> list[str]:
 
 
 def last_layer(model: nn.Module, x: Any) -> str:
-    """The name of the layer with trainable parameters that starts last at input x.
+    """Return the name of the layer with trainable parameters that starts last at input x.
 
-    A module with parameters of its own and other layers inside starts before these layers, and so
-    is not the last one.
+    A module with parameters and inner layers starts before its inner layers, so it is not the last
+    one.
 
     Raises:
-        ValueError: no layer with a trainable parameter of its own runs.
+        ValueError: no layer with trainable parameters runs.
     """
     ran: list[str] = []
     with torch.no_grad(), eval_mode(model):  # removes the hooks as well

@@ -1,9 +1,9 @@
-"""The prior: groups of parameters with one precision each, and how the evidence learns them.
+"""The prior: groups of parameters with one precision each, learned by the evidence.
 
-And its gradient in a step, that of ½ Σ_g wd_g ‖θ_g‖² (`add_penalty`).
+`add_penalty` adds the prior's gradient in a step, the gradient of ½ Σ_g wd_g ‖θ_g‖².
 
-The prior is θ ~ N(0, P₀⁻¹) with one precision δ per group on the diagonal of P₀. In the training
-loss, a mean over N examples with likelihood temperature T, precision δ acts as the weight decay
+The prior is θ ~ N(0, P₀⁻¹) with one precision δ per group on the diagonal of P₀. In a training loss
+that is a mean over N examples, with likelihood temperature T, precision δ acts as the weight decay
 T·δ/N.
 """
 
@@ -35,14 +35,14 @@ SMALLEST_PRECISION, LARGEST_PRECISION = 1e-6, 1e10
 def weight_decay_to_precision(
     weight_decay: Number, num_data: float, temperature: float = 1.0
 ) -> Number:
-    """δ = weight decay · N / T, the prior precision beside a likelihood of N examples."""
+    """Return δ = weight decay · N / T, the prior precision for a likelihood of N examples."""
     return weight_decay * num_data / temperature
 
 
 def precision_to_weight_decay(
     prior_precision: Number, num_data: float, temperature: float = 1.0
 ) -> Number:
-    """Weight decay T·δ/N of a loss that is the mean over examples; coupled, as SGD adds it."""
+    """Return the weight decay T·δ/N for a loss that is a mean over examples; coupled, as in SGD."""
     return prior_precision * temperature / num_data
 
 
@@ -54,10 +54,10 @@ def add_penalty(
     *,
     with_value: bool = False,
 ) -> Tensor | float | None:
-    """Add scale · wd · θ to the gradients, which autograd would take many operations for.
+    """Add scale · wd · θ to the gradients, with fewer operations than autograd.
 
-    ``padding`` has the row of a parameter, by its number, that is a constant without a prior.
-    Returns ½ Σ wd ‖θ‖² if asked, of a GPU as a tensor: the gradients do not need it.
+    ``padding`` maps the index of a parameter to its constant row, which has no prior. Returns ½ Σ
+    wd ‖θ‖² on request, on a GPU as a tensor, because the gradients do not need it.
     """
     values = local_parts(parameters)
     for i, row in padding.items():
@@ -96,7 +96,7 @@ def add_penalty(
 
 
 def parameter_kind(parameter: Tensor) -> str:
-    """The kind of a parameter: 'scalars' with one entry, else 'weights' (2+ axes) or 'biases'."""
+    """Return 'scalars' for one entry, else 'weights' (2+ axes) or 'biases'."""
     if parameter.numel() == 1:
         return "scalars"
     return "weights" if parameter.dim() > 1 else "biases"
@@ -109,7 +109,7 @@ class PriorGroups:
     names: tuple[str, ...]
     """Group names, (G,)."""
     index: tuple[int, ...]
-    """The group of each trainable tensor, in ``parameters()`` order."""
+    """Index of the group of each trainable tensor, in ``parameters()`` order."""
 
     @classmethod
     def from_model(
@@ -119,13 +119,14 @@ class PriorGroups:
 
         Args:
             model: the model.
-            structure: "layerwise", one group per tensor; "scalar", one for all; "kind", weights,
-                biases and scalars; "stage", one per top-level child of the model. Or rules, group
-                name -> pattern: a shell pattern on parameter names ("stage1.*"); the first that
-                matches decides.
+            structure: "layerwise", one group per tensor; "scalar", one group for all; "kind",
+                groups for weights, biases and scalars; "stage", one group per top-level child of
+                the model. Or rules, group name -> shell pattern of parameter names ("stage1.*");
+                the first matching rule applies.
 
         Raises:
-            ValueError: an unknown structure, rules that leave a parameter or a group out.
+            ValueError: the structure is unknown, or a rule matches no parameter, or a parameter no
+                rule.
         """
         check_module(model)
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -158,11 +159,11 @@ class PriorGroups:
         return cls(names, tuple(map(names.index, labels)))
 
     def of_tensors(self, values: Tensor) -> Tensor:
-        """Values of groups (G,) as one for each tensor, as a posterior takes them."""
+        """Return values of groups (G,) as one value per tensor, as a posterior needs them."""
         return values[list(self.index)]
 
     def sum_over_tensors(self, values: Tensor) -> Tensor:
-        """One value per tensor, summed within its group: (G,)."""
+        """Return one value per tensor summed within its group: (G,)."""
         index = torch.tensor(self.index, device=values.device)
         return values.new_zeros(len(self.names)).index_add(0, index, values)
 
@@ -181,23 +182,22 @@ def _first_match(name: str, rules: Mapping[str, str]) -> str:
 
 
 class Hyperparameters:
-    """log δ of each group and log σ, in float64 on the CPU, and how they are learned.
+    """log δ of each group and log σ, in float64 on the CPU, with their optimiser.
 
-    They outlive the posteriors: each update fits a new one, and goes on from the values of the last
-    update with the same state of Adam.
+    The object outlives the posteriors: each update fits a new posterior and continues from the
+    values of the last update, with the same state of Adam.
 
     Args:
-        groups: which tensor belongs to which group.
+        groups: the groups of the tensors.
         prior_precision: initial δ, one number or one per group; includes N.
         sigma_noise: initial σ.
         learn_sigma_noise: whether σ is learned (regression).
-        method: "adam", gradient steps on the logarithms; "mackay", the fixed point
-            δ = γ / ‖θ‖², σ² = 2·loss / (number of targets − Σγ), of MacKay 1992, "Bayesian
-            interpolation".
+        method: "adam", gradient steps on the logarithms; "mackay", the fixed point δ = γ / ‖θ‖², σ²
+            = 2·loss / (number of targets − Σγ), of MacKay 1992, "Bayesian interpolation".
         lr: Adam's step size on the logarithms.
 
     Raises:
-        ValueError: precisions that are not positive, or not as many as there are groups.
+        ValueError: precisions are not positive, or their number differs from the number of groups.
     """
 
     def __init__(
@@ -241,13 +241,13 @@ class Hyperparameters:
         return self._log_sigma.detach().exp()
 
     def set(self, prior_precision: Tensor, sigma_noise: Tensor) -> None:
-        """Replace the values; Adam's state stays."""
+        """Replace the values; Adam's state is unchanged."""
         with torch.no_grad():
             self._log_delta.copy_(prior_precision.log())
             self._log_sigma.copy_(sigma_noise.log())
 
     def state_dict(self) -> dict[str, Any]:
-        """The values and Adam's state."""
+        """Return the values and Adam's state."""
         return {
             "log_delta": self._log_delta.detach().clone(),
             "log_sigma": self._log_sigma.detach().clone(),
@@ -255,10 +255,10 @@ class Hyperparameters:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, for the same groups, method and step size.
+        """Load a result of `state_dict`, for the same groups, method and step size.
 
         Raises:
-            ValueError: a state that lacks entries, of other groups, or whose numbers were cast.
+            ValueError: the state lacks entries, has other groups, or was cast.
         """
         check_keys("the hyperparameters", state, ("log_delta", "log_sigma", "adam"))
         own = {"log_delta": self._log_delta, "log_sigma": self._log_sigma}
@@ -276,13 +276,13 @@ class Hyperparameters:
 
     @torch.no_grad()
     def settle_noise(self, terms: EvidenceTerms, temperature: float) -> float:
-        """Set σ to its fixed point at the present δ; returns the evidence (nats) there.
+        """Set σ to its fixed point at the present δ; return the evidence (nats) there.
 
-        σ² = 2·loss / (number of targets − T Σγ(σ)), as in `update`, which Adam's steps approach.
-        Where the parameters determine half of the targets or more, σ stays as it is.
+        σ² = 2·loss / (number of targets − T Σγ(σ)), as in `update`; Adam's steps approach it. If
+        the parameters determine at least half of the targets, σ is unchanged.
 
         Args:
-            terms: of a fitted posterior.
+            terms: evidence terms of a fitted posterior.
             temperature: T.
         """
         T, device = temperature, terms.squared_norms.device
@@ -309,14 +309,15 @@ class Hyperparameters:
         largest: Tensor | None = None,
         pull: Tensor | None = None,
     ) -> list[float]:
-        """Take steps that raise the evidence; returns it (nats) before each step and at the end.
+        """Make steps that increase the evidence; return it (nats) before each step and at the end.
 
         Args:
-            terms: of a fitted posterior, see `Posterior.evidence_terms`.
+            terms: evidence terms of a fitted posterior, see `Posterior.evidence_terms`.
             steps: number of steps.
             temperature: T.
-            largest: δ of each group, (G,), that no step exceeds.
-            pull: added to the gradient of −evidence in log δ of each group (nats), (G,); of Adam.
+            largest: upper bound on δ of each group, (G,).
+            pull: addition to the gradient of −evidence in log δ of each group (nats), (G,); for
+                Adam.
 
         Raises:
             FloatingPointError: the evidence is not finite.
@@ -366,32 +367,32 @@ def update_prior(
     pull: Callable[[Posterior], Tensor | None] | None = None,
     progress: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
-    """Fit a posterior, then take hyperparameter steps that raise its evidence.
+    """Fit a posterior, then make hyperparameter steps that increase its evidence.
 
-    `PriorLearner` calls it; call it yourself where you hold the hyperparameters. Collective where
-    there are several ranks.
+    `PriorLearner` calls this function. Call it directly if your code holds the hyperparameters. It
+    is collective with several ranks.
 
     Args:
         hyperparameters: prior precisions and noise; changed in place.
-        posterior: fitted here, and given the new hyperparameters.
+        posterior: fitted here; gets the new hyperparameters.
         data: batches for the curvature pass; with several ranks this rank's shard.
-        num_data: N, the number of examples that all ranks together should see; None takes what the
-            pass has seen.
+        num_data: N, the expected number of examples of all ranks; None uses the number that the
+            pass has read.
         steps: number of hyperparameter steps.
         is_sample: whether the data is a sample that stands for ``num_data`` examples.
-        largest: from the fitted posterior to the δ of each group, (G,), that no step exceeds; None,
-            also as its value, for no limit.
+        largest: function from the fitted posterior to an upper bound on δ of each group, (G,);
+            None, also as its value, for no bound.
         settles_noise: whether σ ends at its fixed point, if it is learned.
-        pull: from the fitted posterior to what is added to the gradient of −evidence in log δ of
-            each group, (G,); None, also as its value, for nothing.
-        progress: whether to show a bar over the batches.
+        pull: function from the fitted posterior to an addition to the gradient of −evidence in log
+            δ of each group, (G,); None, also as its value, for nothing.
+        progress: whether to show a progress bar over the batches.
 
     Returns:
         The evidence (nats, a sum over the data) before each step and after the last; and the record
         of the update, with the seconds of the pass, of the eigenvalues and of the steps.
 
     Raises:
-        ValueError: the pass saw another number of examples than ``num_data``.
+        ValueError: the pass read another number of examples than ``num_data``.
         FloatingPointError: the evidence is not finite.
     """
     ranks, device, T = posterior.ranks, posterior.mean.device, posterior.temperature

@@ -1,34 +1,37 @@
-"""Calibration: scale the outputs and their covariance so that held-out data becomes most likely.
+"""Calibration: scale the outputs and their covariance to maximise the likelihood of held-out data.
 
 At temperature 1 the Laplace posterior is too wide for clean labels, and the network itself is often
-over- or underconfident. Two numbers correct both: the covariance of the outputs is multiplied by
-s ≥ 0, and outputs are divided by τ > 0,
+over- or underconfident. Two numbers correct both. The covariance of the outputs is multiplied by s
+≥ 0, and outputs are divided by τ > 0:
 
     p(y|x) = ∫ p(y | (f + √s V^½ ε) / τ) N(ε; 0, I) dε,    V = J Σ Jᵀ.
 
-s = 0 is temperature scaling of the MAP (Guo et al. 2017, arXiv:1706.04599), s = τ = 1 the plain
-Laplace predictive. In regression σ takes the place of τ: p(y|x) = N(f, s V + σ²). Outputs and
-covariances of the held-out data are computed once; finding the two numbers then takes a moment.
+s = 0 is temperature scaling of the MAP (Guo et al. 2017, arXiv:1706.04599), and s = τ = 1 is the
+plain Laplace predictive. In regression σ replaces τ: p(y|x) = N(f, s V + σ²). Outputs and
+covariances of the held-out data are computed once. The search for the two numbers then takes a
+moment.
 
-Few held-out examples say little about s and τ: the least NLL of a hundred is often that of absurd
-numbers, such as τ → 0, or s = 0 with intervals that cover too little. Both therefore have a prior
-at the uncalibrated s = τ = 1: what is minimised is
+Few held-out examples determine s and τ poorly. The minimum of the NLL of a hundred examples often
+has absurd numbers, such as τ → 0, or s = 0 with intervals that cover too little. Both numbers
+therefore have a prior at the uncalibrated s = τ = 1. The search minimises
 
     NLL + (`PRIOR_OF_SHARPNESS` (log τ)² + `PRIOR_OF_SCALE` (√s − 1)²) / (2 M)
 
-for M loss terms (log σ relative to the posterior's own in regression). It is negligible beside a
-hundred examples. It is finite at s = 0, which is always tried.
+for M loss terms (log σ relative to the posterior's own in regression). With a hundred examples the
+prior is negligible. It is finite at s = 0, which is always tried.
 
-Held-out labels are as wrong as those of training: a temperature alone would blur all predictions to
-forgive the wrong ones. For classes a third number ε, the share of labels that were drawn at random,
-is fitted with them: labels have the probabilities (1 − ε) p + ε/C. Its prior pulls to 0, with
-`PRIOR_OF_NOISE` log(1 + ε/`SMALL_NOISE`) nats, so that a few hard examples are no noise.
+Held-out labels are wrong as often as training labels. A temperature alone would make all
+predictions less confident to account for the wrong ones. For classes a third number ε, the share of
+random labels, is therefore fitted together with s and τ. Labels then have the probabilities (1 − ε)
+p + ε/C. The prior of ε favours 0, with `PRIOR_OF_NOISE` log(1 + ε/`SMALL_NOISE`) nats, so that a
+few hard examples do not count as noise.
 
-Of a network that knows next to nothing, ε → 1 and τ → ∞ explain held-out labels equally well. Of
-two classes whose outputs differ by a small f, (1 − ε) p + ε/2 = ½ ± (1 − ε)f/4τ: only (1 − ε)/τ is
-determined; of a network that is always sure, ε costs less. But the true class has softmax(f/τ),
-which ε leaves as sure as it was. So where ε would take the place of a τ of more than 2, beyond ½,
-it costs ½ `PRIOR_OF_MOST_NOISE` log²(2(1 − ε)) more, and a τ explains such labels.
+If a network has learned almost nothing, ε → 1 and τ → ∞ explain held-out labels equally well. For
+two classes whose outputs differ by a small f, (1 − ε) p + ε/2 = ½ ± (1 − ε)f/4τ, which determines
+only (1 − ε)/τ. If a network is always confident, ε costs less. But the true class has the
+probabilities softmax(f/τ), whose confidence ε does not change. If ε would replace a τ of more than
+2, that is, beyond ½, it costs an additional ½ `PRIOR_OF_MOST_NOISE` log²(2(1 − ε)), and τ explains
+such labels.
 """
 
 import logging
@@ -74,59 +77,61 @@ from marglik.prediction.predictive import (
 _logger = logging.getLogger(__name__)
 
 LOG_SCALES = math.log(1e-6), math.log(1e4)
-"""Bounds of the search for log s; below, s = 0 predicts the same."""
+"""Bounds of the search for log s; below them, predictions equal s = 0."""
 LOG_SHARPNESS = math.log(1e-3), math.log(1e3)
 """Bounds of the search for log τ, and for log σ relative to the posterior's."""
 PRIOR_OF_SHARPNESS, PRIOR_OF_SCALE = 3.0, 3.0
 """Precisions of the prior of log τ (log σ) and √s. They were chosen on six data sets with 30, 90
 and 300 held-out examples, and checked on five others; see docs/calibration.md."""
 PRIOR_OF_NOISE, SMALL_NOISE = 0.5, 1e-3
-"""Of the prior p(ε) ∝ (ε + `SMALL_NOISE`)^−`PRIOR_OF_NOISE`. Chosen on four networks on digits with
-200 held-out examples: twice and four times as much hid 40 % of wrong labels from some networks."""
+"""Scale of the prior p(ε) ∝ (ε + `SMALL_NOISE`)^−`PRIOR_OF_NOISE`. Chosen on four networks on
+digits with 200 held-out examples. With twice and four times the value, some networks did not detect
+40 % of wrong labels."""
 PRIOR_OF_MOST_NOISE, MUCH_NOISE = 32.0, 0.5
-"""Of ε beyond `MUCH_NOISE`. Chosen on two, five and ten classes with 200 and 1,000 held-out
-examples, see docs/label-noise.md."""
+"""Start of the additional prior on ε. Chosen on two, five and ten classes with 200 and 1,000
+held-out examples, see docs/label-noise.md."""
 LARGEST_NOISE = 0.95
 WRONG_LABELS = 0.03
-"""Share of wrong held-out labels from which a likelihood that knows of none gives a hint."""
+"""Share of wrong held-out labels above which a likelihood without label noise logs a hint."""
 NOISES = (0.0, 0.1, 0.4)
-"""From which the search starts, as the NLL may have a valley at ε = 0 and another."""
+"""Initial values of ε in the search, because the NLL may have several minima."""
 STARTS = (1.0, 0.1, 0.01)
-"""Scales from which the search starts, as the NLL may have several valleys in s."""
+"""Initial scales of the search, because the NLL may have several minima in s."""
 FEWEST_TERMS = 30
-"""Fewer loss terms give a warning: these are the fewest with which that prior was checked."""
+"""Number of loss terms below which a warning appears: the smallest number with which the prior was
+checked."""
 ROUGH_TERMS = 1000
-"""Number of loss terms in these searches; only the best one is continued with all terms."""
+"""Number of loss terms in these searches; the best one continues with all terms."""
 MOST_NUMBERS = 2**24
-"""Most numbers in the outputs of all samples, and in all covariances. Of a language model's many
-positions this leaves some thousand, which are plenty for s and τ."""
+"""Maximum number of entries in the outputs of all samples, and in all covariances. For a language
+model this leaves some thousand positions, which are sufficient for s and τ."""
 
 SAME_LOSS = 1e-5
-"""Relative difference up to which two sums of float32 losses are of the same data."""
+"""Relative difference up to which two sums of float32 losses count as equal."""
 
 Loss = Callable[[Tensor | None, Tensor, Tensor | None], Tensor]
-"""Mean NLL at (s, τ or σ, ε); None for s = 0, where √s has no derivative, and for no ε."""
+"""Mean NLL at (s, τ or σ, ε); None for s = 0, at which √s has no derivative, and for no ε."""
 
 
 @dataclass(frozen=True)
 class CalibratedPredictive(ModelPredictive):
-    """A predictive with the calibration that it uses."""
+    """A predictive with its calibration."""
 
     uncalibrated: Predictive = field(repr=False)
-    """The same at s = τ = 1. Its epistemic uncertainty ranks inputs by how unlike the training data
-    they are, also where calibration found s = 0 and ``predict`` has none."""
+    """The predictive at s = τ = 1. Its epistemic uncertainty scores how unusual inputs are, also if
+    calibration selected s = 0 and ``predict`` has no epistemic uncertainty."""
     fit: CalibrationFit
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What calibration needs to know about held-out data, for M loss terms."""
+    """Held-out data for a calibration, with M loss terms."""
 
     likelihood: Likelihood
     f: Float[Tensor, "M C"]
     """The network's outputs."""
     spread: Float[Tensor, "M C *other"] | Float[Tensor, "M S C"]
-    """J Σ Jᵀ, under a posterior that has not seen this data; its diagonal (M, C) is enough for
+    """J Σ Jᵀ under a posterior that is not fitted to this data. Its diagonal (M, C) is enough for
     regression, Bernoulli outputs and the link "probit". Or deviations of sampled outputs from
     ``f``: of linearised networks, or of an ensemble's members."""
     targets: Tensor
@@ -134,7 +139,7 @@ class HeldOut:
     sigma_noise: float = 1.0
     """The posterior's σ of regression."""
     is_sampled: bool = False
-    """Whether the spread is deviations (M, S, C)."""
+    """Whether the spread contains deviations (M, S, C)."""
 
     @staticmethod
     @torch.no_grad()
@@ -147,19 +152,20 @@ class HeldOut:
         ranks: Ranks = Ranks(None),  # noqa: B008
         links: Collection[str] = get_args(Link),
     ) -> "HeldOut":
-        """Outputs, their spread, and targets of all batches, or evenly spaced ones of many.
+        """Return outputs, spread and targets of all batches, or an evenly spaced part of many.
 
         Args:
             posterior: the posterior, fitted to other data.
             batches: (x, y), or mappings, with targets as in the fit.
-            config: which layers' uncertainty counts, and whether linearised networks are sampled.
-            progress: whether to show a bar.
+            config: layers whose uncertainty is included, and whether linearised networks are
+                sampled.
+            progress: whether to show a progress bar.
             ranks: the ranks that each have a part of every batch, see `predict_all`; all get the
                 whole.
             links: the links to calibrate; "probit" alone needs only variances.
 
         Raises:
-            ValueError: no batch, no target that counts, or targets that do not fit the outputs.
+            ValueError: there is no batch, no target that counts, or targets do not fit the outputs.
         """
         model, likelihood, device = posterior.model, posterior.likelihood, posterior.mean.device
         config = config.for_posterior(posterior)
@@ -197,17 +203,17 @@ class HeldOut:
         return HeldOut(likelihood, f.to(device), spread.to(device), y.to(device), sigma, is_sampled)
 
     def some(self, number: int) -> "HeldOut":
-        """At most ``number`` of the terms, evenly spaced."""
+        """Return at most ``number`` of the terms, evenly spaced."""
         some = slice(None, None, max(1, -(-len(self.f) // number)))
         f, spread, targets = self.f[some], self.spread[some], self.targets[some]
         return replace(self, f=f, spread=spread, targets=targets)
 
     def double(self) -> "HeldOut":
-        """The same in float64."""
+        """Return the data in float64."""
         return replace(self, f=self.f.double(), spread=self.spread.double())
 
     def loss(self, link: Link, noise: Float[Tensor, "S C"]) -> Loss:
-        """The mean NLL of a link, as a function of (s, τ, ε), or of (s, σ) for regression."""
+        """Return the mean NLL of a link as a function of (s, τ, ε), or (s, σ) for regression."""
         f, likelihood, weights = self.f, self.likelihood, None
         none, variance = torch.zeros_like(f), torch.zeros_like(f)
         sampled = none[None]  # (S, M, C)
@@ -245,21 +251,21 @@ def collected(
     *,
     progress: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, spreads and targets of all held-out terms, or of evenly spaced ones of many.
+    """Return outputs, spreads and targets of all held-out terms, or an evenly spaced part of many.
 
     Args:
-        outputs_and_spread: outputs (N, ..., C) of inputs, and their spread, one row for each loss
-            term, or for each of those that count: it is given their mask, None if all do.
+        outputs_and_spread: function from inputs to outputs (N, ..., C) and their spread, one row
+            per loss term that counts. It gets the mask of these terms, None if all count.
         batches: (x, y), or mappings.
-        model: the network, which may say how its labels are matched.
-        likelihood: of the targets.
-        options: how batches give their targets.
-        samples: S, if the spread is deviations (M, S, C).
+        model: the network, which may determine how its labels are matched.
+        likelihood: likelihood of the targets.
+        options: form of the batches' targets.
+        samples: S, if the spread contains deviations (M, S, C).
         ranks: the ranks that each have a part of every batch; all get the whole.
-        progress: whether to show a bar.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: no batch, or no target that counts.
+        ValueError: there is no batch, or no target that counts.
     """
     task = Task(likelihood, options)
 
@@ -312,23 +318,24 @@ def calibrate(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> CalibratedPredictive:
-    """The posterior's predictive with the s and τ (regression: s and σ) of least held-out NLL.
+    """Return the posterior's predictive with the s and τ (or s and σ) of least held-out NLL.
 
-    Use it when predictions serve as probabilities. A few hundred examples are enough for two
-    numbers; the network must not have been trained on them. The posterior stores the calibration,
-    which `laplace_predictive` then uses and `save_posterior` saves.
+    Use it if predictions serve as probabilities. A few hundred validation examples are enough for
+    two numbers. The posterior stores the calibration. `laplace_predictive` then uses it, and
+    `save_posterior` saves it.
 
     Args:
         posterior: the fitted posterior.
-        batches: held-out (x, y), or mappings. A warning names data with the loss of the fit's.
-        config: how the posterior predicts.
+        batches: validation data (x, y), or mappings. A warning appears if it has the same loss as
+            the data of the fit.
+        config: options of the predictive.
         generator: generator of the samples, on the model's device; None draws the same samples as
             the search.
-        progress: whether to show a bar over the batches.
+        progress: whether to show a progress bar over the batches.
 
     Raises:
-        AttributeError: a posterior that is not fitted.
-        ValueError: no held-out target that counts, or a batch without examples.
+        AttributeError: the posterior is not fitted.
+        ValueError: there is no held-out target that counts, or a batch has no examples.
     """
     config = config.for_posterior(posterior)
     fit = calibrations_of(posterior, batches, config, [config.method], progress=progress)[
@@ -374,19 +381,19 @@ def calibrations_of(
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> dict[str, CalibrationFit]:
-    """Calibrate the predictives of several links; returns label -> calibration.
+    """Calibrate the predictives of several links; return label -> calibration.
 
-    They need the same outputs and covariances, so that one pass over the data serves them all.
-    With method "linearised", only that one is calibrated. The posterior stores the calibrations.
+    They need the same outputs and covariances, so one pass over the data is enough for all. With
+    method "linearised", only this predictive is calibrated. The posterior stores the calibrations.
 
     Args:
         posterior: the fitted posterior.
-        batches: held-out (x, y), or mappings.
-        config: which layers' uncertainty counts, and the number of samples of link "mc".
+        batches: validation data (x, y), or mappings.
+        config: layers whose uncertainty is included, and the number of samples of link "mc".
         links: the links.
-        progress: whether to show a bar over the batches.
-        ranks: the ranks that each have a part of every batch, see `predict_all`; all get the same
-            calibrations, to the bit.
+        progress: whether to show a progress bar over the batches.
+        ranks: the ranks that each have a part of every batch, see `predict_all`; all get exactly
+            the same calibrations.
     """
     config = config.for_posterior(posterior)
     methods = [config.method] if config.method == "linearised" else links
@@ -429,11 +436,13 @@ def calibrations_of(
 
 
 def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100) -> CalibrationFit:
-    """The s and τ, or s and σ, of lowest held-out NLL; takes about a second for 10,000 examples.
+    """Return the s and τ, or s and σ, of lowest held-out NLL.
+
+    It takes about a second for 10,000 examples.
 
     Args:
         held_out: the held-out data.
-        link: how Gaussian outputs become probabilities.
+        link: method that turns Gaussian outputs into probabilities.
         samples: number of samples of link "mc", the same ones for all s and τ; without effect if
             ``held_out`` has sampled deviations.
     """
@@ -477,7 +486,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
 
 
 def fit_sharpness(held_out: HeldOut, scale: float) -> Calibration:
-    """The τ and ε, or σ of regression, of lowest held-out NLL at a fixed s.
+    """Return the τ and ε, or σ of regression, of lowest held-out NLL at a fixed s.
 
     Args:
         held_out: the held-out data.
@@ -490,7 +499,7 @@ def fit_sharpness(held_out: HeldOut, scale: float) -> Calibration:
 
 
 def scaled_loss(held_out: HeldOut) -> float:
-    """The NLL (nats per loss term) of the MAP at the τ and ε, or σ, of `fit_sharpness`."""
+    """Return the NLL (nats per loss term) of the MAP at the τ and ε, or σ, of `fit_sharpness`."""
     held_out = held_out.double()
     loss = held_out.loss("mc", held_out.f[:0])
     _, at_map = _least_at_scale(held_out, loss, 0.0)

@@ -1,13 +1,13 @@
-"""An ensemble: networks that are trained apart and predict together.
+"""An ensemble: networks that are trained separately and predict together.
 
     p(y|x) = 1/K Σ_k p(y | f_k(x) / τ)
 
-One network learns the weight decays, the others train with the course that they took
-(`PriorLearner.replay`): each costs one training, and no grid is searched. τ is fitted to the
-mixture, as members that are calibrated one by one make an underconfident mixture. The prediction's
-epistemic part is the members' disagreement: the mutual information between the label and the
-member, or the variance of their means. Sources: Lakshminarayanan et al. 2017 (arXiv:1612.01474);
-τ of the mixture: Rahaman & Thiery 2021 (arXiv:2007.08792).
+One network learns the weight decays. The others replay its weight decays over time
+(`PriorLearner.replay`). Each costs one training, without a grid search. τ is fitted to the mixture,
+because separately calibrated members make an underconfident mixture. The epistemic part of the
+prediction is the disagreement of the members: the mutual information between the label and the
+member, or the variance of their means. Sources: Lakshminarayanan et al. 2017 (arXiv:1612.01474); τ
+of the mixture: Rahaman & Thiery 2021 (arXiv:2007.08792).
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,12 +39,12 @@ class Ensemble:
 
     Args:
         models: the networks, of one architecture.
-        likelihood: how outputs become a distribution of targets.
+        likelihood: likelihood of the targets given the outputs.
         sigma_noise: σ of regression.
-        calibration: τ, by which all outputs are divided, ε, and σ in place of ``sigma_noise``;
-            `calibrate` finds them.
-        seconds: what the training of all members took; 0 if it is not known.
-        labels: what is predicted, see `PredictiveConfig`.
+        calibration: τ, by which all outputs are divided, ε, and σ, which replaces ``sigma_noise``;
+            `calibrate` fits them.
+        seconds: training time of all members; 0 if it is not known.
+        labels: kind of the predicted label, see `PredictiveConfig`.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Ensemble:
 
     @property
     def label(self) -> str:
-        """Its name in tables and files."""
+        """Name in tables and files."""
         return f"ensemble of {len(self.models)}"
 
     def __call__(self, x: Any) -> Prediction:
-        """The prediction for inputs x; its epistemic part is the members' disagreement."""
+        """Return the prediction for inputs x; its epistemic part is the members' disagreement."""
         calibration = self.calibration or Calibration()
         outputs = self._outputs(x) / calibration.output_temperature
         noise = PredictiveConfig(labels=self.labels).label_noise(self.likelihood, self.calibration)
@@ -88,7 +88,7 @@ class Ensemble:
         return predict_from_outputs(outputs, self.likelihood, sigma, label_noise=noise)
 
     def predicting(self, labels: Labels) -> "Ensemble":
-        """The same networks, which predict these labels."""
+        """Return an ensemble of the same networks that predicts these labels."""
         parts = self.likelihood, self.sigma_noise, self.calibration, self.seconds
         return Ensemble(self.models, *parts, labels)
 
@@ -105,19 +105,19 @@ class Ensemble:
         progress: bool = False,
         ranks: Ranks = Ranks(None),  # noqa: B008
     ) -> Calibration:
-        """Find the τ, or σ, with which the mixture has the least held-out NLL, and predict with it.
+        """Fit the τ, or σ, with which the mixture has the least held-out NLL, and predict with it.
 
-        A weak prior at τ = 1, or at ``sigma_noise``, counts with few examples, see
+        With few examples, a weak prior at τ = 1, or at ``sigma_noise``, has an effect, see
         `marglik.prediction.calibration`.
 
         Args:
-            batches: held-out (x, y), or mappings.
-            targets: how batches give their targets.
-            progress: whether to show a bar over the batches.
-            ranks: the ranks that each have a part of every batch; all find the same, to the bit.
+            batches: validation data (x, y), or mappings.
+            targets: form of the batches' targets.
+            progress: whether to show a progress bar over the batches.
+            ranks: the ranks that each have a part of every batch; all get exactly the same result.
 
         Raises:
-            ValueError: no held-out target that counts, or targets that do not fit the outputs.
+            ValueError: there is no held-out target that counts, or targets do not fit the outputs.
         """
 
         def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ class Ensemble:
         return self.calibration
 
     def save(self, folder: str | Path) -> str:
-        """Write all members and τ to a folder; returns the SHA-256 sum of ``ensemble.json``."""
+        """Write all members and τ to a folder; return the SHA-256 sum of ``ensemble.json``."""
         folder = Path(folder)
         state = {
             f"{k}/{name}": tensor
@@ -157,16 +157,16 @@ class Ensemble:
     def load(
         folder: str | Path, model: nn.Module, device: torch.device | str | None = None
     ) -> "Ensemble":
-        """The ensemble that `save` wrote.
+        """Return an ensemble written by `save`.
 
         Args:
-            folder: the folder that `save` wrote to, such as that of ``marglik train --members 5``.
+            folder: folder written by `save`, for example by ``marglik train --members 5``.
             model: a network of the members' architecture; members are copies of it.
-            device: device of the members; None keeps the model's.
+            device: device of the members; None keeps the model's device.
 
         Raises:
             FileNotFoundError: there is no ensemble.
-            ValueError: a file that was altered, or a network of another architecture or dtype.
+            ValueError: a file was altered, or the network has another architecture or dtype.
         """
         record = read_record(Path(folder) / ENSEMBLE)
         if not record:

@@ -1,14 +1,14 @@
-"""From Gaussian outputs to predictions: class probabilities or means, and their uncertainty.
+"""From Gaussian outputs to predictions: class probabilities or means, with their uncertainty.
 
 A prediction is a mixture over outputs (f + √s d)/τ. The deviations d from the network's outputs f
 are samples ("mc", "linearised") or the nodes of a quadrature (Bernoulli). "probit" replaces the
 mixture's mean by a closed form. Regression needs neither.
 
-Entropies are in nats. Classification: the aleatoric part is the mean, under the posterior, of the
-entropy of the class distribution; the epistemic part is the mutual information between label and
-parameters; their sum is the entropy of the mean distribution. Bernoulli: the same for each output.
-Regression: the aleatoric part is σ², the epistemic part the variance of the outputs. Source of the
-split: Depeweg et al. 2018 (arXiv:1710.07283).
+Entropies are in nats. For classification, the aleatoric part is the mean entropy of the class
+distribution under the posterior. The epistemic part is the mutual information between label and
+parameters. Their sum is the entropy of the mean distribution. Bernoulli outputs have the same parts
+for each output. For regression, the aleatoric part is σ², and the epistemic part is the variance of
+the outputs. Source of the split: Depeweg et al. 2018 (arXiv:1710.07283).
 """
 
 import math
@@ -27,17 +27,17 @@ from kfac_backend.precision import at_least_float32
 Link = Literal["probit", "mc"]
 
 QUADRATURE_NODES = 64
-"""Nodes of Gauss-Hermite quadrature for Bernoulli outputs. The error of E σ(f) is at most 2e-7 for
-standard deviations up to 3, 6e-5 up to 5, 4e-3 up to 10; that of entropies is four times as large.
-"""
+"""Number of nodes of the Gauss-Hermite quadrature for Bernoulli outputs. The error of E σ(f) is at
+most 2e-7 for standard deviations up to 3, 6e-5 up to 5, and 4e-3 up to 10. The error of entropies
+is four times as large."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for N inputs; for sequences of N·R rows, or of axes (N, R) instead of (N,)."""
+    """Predictions for N inputs. Sequences have N·R rows, or axes (N, R) instead of (N,)."""
 
     mean: Float[Tensor, "N C"]
-    """Class probabilities, each output's probability of a one (Bernoulli), or the mean."""
+    """Class probabilities, the probability of a one for each output (Bernoulli), or the mean."""
     aleatoric: Tensor
     """Uncertainty due to noise in the data: expected entropy (N,), or (N, C) for Bernoulli; σ²
     (N, C) for regression."""
@@ -58,11 +58,11 @@ class Prediction:
         return entropy + torch.special.entr(1 - self.mean)  # each output's
 
     def tensors(self) -> list[Tensor]:
-        """The three tensors, in the order in which a prediction takes them."""
+        """The three tensors, in the order of the constructor."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def terms(self, counted: Tensor | None = None) -> "Prediction":
-        """The prediction with one row per loss term: (N, R, C) becomes (M, C).
+        """Return the prediction with one row per loss term: (N, R, C) becomes (M, C).
 
         Args:
             counted: (N, R) mask of the terms to keep; all if None.
@@ -72,12 +72,12 @@ class Prediction:
         return Prediction(*(p if counted is None else p[counted.flatten()] for p in rows))
 
     def to(self, device: torch.device | str) -> "Prediction":
-        """The prediction on another device."""
+        """Return the prediction on another device."""
         return Prediction(*(part.to(device) for part in self.tensors()))
 
     @staticmethod
     def cat(parts: "list[Prediction]") -> "Prediction":
-        """The predictions of several batches as one."""
+        """Return the predictions of several batches as one."""
         return Prediction(*map(torch.cat, zip(*(p.tensors() for p in parts), strict=True)))
 
 
@@ -87,11 +87,11 @@ class Calibration:
 
     Args:
         covariance_scale: s ≥ 0, by which the outputs' covariance is multiplied; 0 is the MAP.
-        output_temperature: τ > 0, by which outputs are divided; 1 in regression. It is not the T
-            of the likelihood.
-        sigma_noise: σ of regression, in place of the posterior's; None for other likelihoods.
-        label_noise: ε, the share of labels that were drawn at random from all classes. Predictions
-            of the true class leave it out, those of the recorded label have it.
+        output_temperature: τ > 0, by which outputs are divided; 1 in regression. It is not the T of
+            the likelihood.
+        sigma_noise: σ of regression, which replaces the posterior's; None for other likelihoods.
+        label_noise: ε, the share of labels that are random draws from all classes. Predictions of
+            the recorded label include it, predictions of the true class do not.
     """
 
     covariance_scale: float = 1.0
@@ -112,7 +112,7 @@ class Calibration:
 
     @property
     def in_words(self) -> str:
-        """What the calibration does, in words."""
+        """Description of the calibration."""
         outputs = (
             f"outputs divided by {self.output_temperature:.3g}"
             if self.sigma_noise is None
@@ -132,7 +132,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """A calibration, and NLLs of the held-out data for comparison (nats, mean over loss terms)."""
+    """A calibration, with NLLs of the held-out data for comparison (nats, mean over loss terms)."""
 
     calibration: Calibration
     nll: float
@@ -146,14 +146,14 @@ class CalibrationFit:
     nll_map: float
     """NLL of the MAP."""
     num_terms: int
-    """Number of held-out loss terms (examples, or positions of sequences) that were used."""
+    """Number of held-out loss terms (examples, or positions of sequences)."""
 
     @staticmethod
     def of(content: dict[str, Any]) -> "CalibrationFit":
-        """The fit in plain data, as posteriors keep and save it.
+        """Return the fit in plain data, as posteriors store and save it.
 
         Raises:
-            KeyError, TypeError, ValueError: data that is no fit.
+            KeyError, TypeError, ValueError: the data is not a fit.
         """
         names = ("calibration", "map_calibration")
         made: dict[str, Any] = {name: Calibration(**content[name]) for name in names}
@@ -167,14 +167,14 @@ def predict_from_outputs(
     weights: Float[Tensor, "S 1 1"] | None = None,
     label_noise: float = 0.0,
 ) -> Prediction:
-    """The prediction of an ensemble of S networks, from their outputs.
+    """Return the prediction of an ensemble of S networks, from their outputs.
 
     Args:
-        outputs: of each network.
-        likelihood: how outputs become a distribution of targets.
+        outputs: outputs of each network.
+        likelihood: likelihood of the targets given the outputs.
         sigma_noise: σ of regression.
-        weights: of Bernoulli networks, with sum 1; equal if None.
-        label_noise: ε of the labels whose distribution is predicted; 0 predicts the true class.
+        weights: weights of Bernoulli networks, with sum 1; equal if None.
+        label_noise: ε of the predicted labels; 0 predicts the true class.
     """
     likelihood, outputs = likelihood_of(likelihood), at_least_float32(outputs)
     if likelihood.kind == "continuous":
@@ -203,23 +203,23 @@ def predict_from_gaussian(
     calibration: Calibration = Calibration(),  # noqa: B008
     label_noise: float = 0.0,
 ) -> Prediction:
-    """The prediction for outputs N(f/τ, s/τ² covariance).
+    """Return the prediction for outputs N(f/τ, s/τ² covariance).
 
     Args:
         f: the outputs' means.
-        covariance: the outputs' covariances; variances (N, C) suffice except for classification.
-        likelihood: how outputs become a distribution of targets.
-        link: "mc" averages over samples. "probit" scales the outputs (MacKay 1992); its split of
-            the uncertainty is that of "mc". Regression uses no link; Bernoulli's "mc" is by
+        covariance: the outputs' covariances; variances (N, C) are enough except for classification.
+        likelihood: likelihood of the targets given the outputs.
+        link: "mc" averages over samples. "probit" scales the outputs (MacKay 1992), and splits the
+            uncertainty like "mc". Regression uses no link. For Bernoulli outputs "mc" is a
             quadrature, see `QUADRATURE_NODES`.
         noise: S standard normal vectors, for classification. They are the same for all inputs, so
-            that predictions do not depend on how inputs are batched.
+            predictions do not depend on the batches of inputs.
         sigma_noise: σ of regression.
         calibration: s and τ. With s = 0, both links are the softmax or sigmoid of f/τ.
         label_noise: see `predict_from_outputs`.
 
     Raises:
-        ValueError: an unknown option; variances alone for classification.
+        ValueError: an option is unknown, or classification has variances only.
     """
     check_option("link", link, Link)
     likelihood = likelihood_of(likelihood)
@@ -256,12 +256,14 @@ def negative_log_scores(
     weights: Float[Tensor, "S 1 1"] | None = None,
     label_noise: Tensor | None = None,
 ) -> Tensor:
-    """−log p(y) of each target (nats) under the mixture of N(outputs, variance), differentiable.
+    """Return −log p(y) of each target (nats) under the mixture of N(outputs, variance).
+
+    The result is differentiable.
 
     Args:
         outputs: see `predict_from_outputs`.
-        variance: of each output; for classes and yes or no by the link "probit".
-        y: targets; of yes or no also probabilities.
+        variance: variance of each output; classes and binary outputs use the link "probit".
+        y: targets; for binary outputs also probabilities.
         likelihood: see `predict_from_outputs`.
         sigma_noise: σ of regression.
         weights: see `predict_from_outputs`.
@@ -293,17 +295,18 @@ def _moments(likelihood: Likelihood, outputs: Tensor, variance: Tensor, sigma: T
 
 
 def variances_of(covariance: Float[Tensor, "N C *other"]) -> Float[Tensor, "N C"]:
-    """The variances in covariances (N, C, C), or those that are given, (N, C)."""
+    """Return the variances in covariances (N, C, C), or given variances (N, C) unchanged."""
     return covariance if covariance.dim() == 2 else covariance.diagonal(dim1=1, dim2=2)
 
 
 def deviations(
     covariance: Float[Tensor, "N C *other"], likelihood: Likelihood, noise: Float[Tensor, "S C"]
 ) -> tuple[Float[Tensor, "S N C"], Float[Tensor, "S 1 1"] | None]:
-    """Deviations d of Gaussian outputs from their means, with weights if these are not equal.
+    """Return deviations d of Gaussian outputs from their means, with weights unless they are equal.
 
     Classification: L z for each standard normal vector z, with the Cholesky factor L of the
-    covariance. Bernoulli: √v times the nodes of a quadrature, as outputs are predicted one by one.
+    covariance. Bernoulli: √v times the nodes of a quadrature, because outputs are predicted
+    separately.
     """
     if likelihood.kind == "binary":
         nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
@@ -322,7 +325,7 @@ def deviations(
 
 
 def probit_outputs(f: Float[Tensor, "N C"], variance: Float[Tensor, "N C"]) -> Tensor:
-    """f_c / √(1 + π/8 v_c), whose softmax or sigmoid approximates the mean probability.
+    """Return f_c / √(1 + π/8 v_c), whose softmax or sigmoid approximates the mean probability.
 
     Source: MacKay 1992, "The evidence framework applied to classification networks".
     """

@@ -40,24 +40,27 @@ PredictiveMethod = Literal["probit", "mc", "linearised"]
 LayersOption = Literal["auto", "all", "last"]
 CalibrationMethod = Literal["held_out", "none"]
 Labels = Literal["true", "recorded"]
-"""Whether a prediction is of the true class, or of a label as wrong as those of training."""
+"""Kind of the predicted label: the true class, or a label that is wrong as often as the training
+labels."""
 Predictive = Callable[[Any], Prediction]
 T = TypeVar("T")
 
 COPIES_OF_SAMPLES, COPIES_OF_COVARIANCE = 3, 6
-"""Most arrays of the size of the outputs' samples, and of their covariances, that exist at once."""
+"""Maximum number of simultaneous arrays of the size of the outputs' samples, and of their
+covariances."""
 
 MOST_BACKWARD_PASSES = 2048
-"""Most backward passes for one example of several positions."""
+"""Maximum number of backward passes for one example with several positions."""
 
 MOST_CLASSES = 4096
-"""Most classes whose covariance (C, C) is decomposed at each position: a second of a core."""
+"""Maximum number of classes for a decomposition of the covariance (C, C) at each position, which
+takes a second on one core."""
 
 MOST_DERIVATIVES = 2_000_000
-"""Most entries C·P of an example's Jacobian up to which layers="auto" takes all layers. Measured on
-a core with ten outputs, all layers | the last: LeNet on 8×8 images, 2e5 entries, 0.8 | 0.1 ms an
-image; on 32×32 images, 1.4e6, 3.7 | 0.3 ms; ResNet-20, 2.7e6, 77 | 2 ms; ShuffleNet, 3.5e6,
-63 | 1 ms."""
+"""Maximum number of entries C·P in an example's Jacobian for which layers="auto" selects all
+layers. Measured on a core with ten outputs, all layers | the last: LeNet on 8×8 images, 2e5
+entries, 0.8 | 0.1 ms an image; on 32×32 images, 1.4e6, 3.7 | 0.3 ms; ResNet-20, 2.7e6, 77 | 2 ms;
+ShuffleNet, 3.5e6, 63 | 1 ms."""
 
 _DECIDED: "WeakSet[Posterior]" = WeakSet()
 """Posteriors of which it was said that the last layer alone predicts."""
@@ -75,9 +78,9 @@ class ModelPredictive:
     model: nn.Module = field(repr=False)
     likelihood: Likelihood
     calibration: Calibration | None = field(default=None, kw_only=True)
-    """s, τ and σ, if it is calibrated."""
+    """s, τ and σ, if the predictive is calibrated."""
     targets: TargetOptions = field(default=TargetOptions(), kw_only=True, repr=False)
-    """How batches give their targets; those of a posterior are the options of its fit."""
+    """Form of the batches' targets; for a posterior the options of its fit."""
     make_module: Callable[[Any], PredictiveModule] = field(
         default=_no_module, kw_only=True, repr=False
     )
@@ -85,10 +88,10 @@ class ModelPredictive:
     recipe: tuple[Callable[..., Any], tuple[Any, ...]] | None = field(
         default=None, kw_only=True, repr=False
     )
-    """The function and its arguments that make this predictive again, for pickle and copies."""
+    """Function and arguments that create this predictive again, for pickle and copies."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The predictive as it is made from its network or posterior, which are pickled."""
+        """Return the function and arguments that create the predictive again."""
         if self.recipe is None:
             raise TypeError(
                 f"This {type(self).__name__} cannot be pickled or copied. Create it again from its "
@@ -97,21 +100,21 @@ class ModelPredictive:
         return self.recipe
 
     def __call__(self, x: Any) -> Prediction:
-        """The prediction for inputs x."""
+        """Return the prediction for inputs x."""
         return self.predict(x)
 
     def module(self, x: Any) -> PredictiveModule:
-        """A module for serving, from inputs to means and variances, which ONNX can hold.
+        """Return a module for serving, from inputs to means and variances, which ONNX supports.
 
-        Of the network itself, or of the last layer's posterior with method "probit"; its numbers
-        are those of this predictive at its present calibration.
+        The module contains the network itself, or the last layer's posterior with method "probit".
+        Its results equal the predictive's at the present calibration.
 
         Args:
-            x: some inputs; the module is compared with the posterior on them.
+            x: some inputs, on which the module is compared with the posterior.
 
         Raises:
-            NotImplementedError: another predictive, or a network whose outputs are not those of its
-                last layer; it says which are served.
+            NotImplementedError: the predictive, or the network's last layer, is not supported; the
+                error lists the supported ones.
         """
         return self.make_module(x)
 
@@ -167,16 +170,17 @@ class PredictiveConfig:
             )
 
     def for_network(self, num_parameters: int, num_outputs: int) -> "PredictiveConfig":
-        """With layers="auto" decided, by the network's size alone."""
+        """Return the config with layers="auto" resolved by the network's size."""
         if self.layers != "auto":
             return self
         is_cheap = num_parameters * num_outputs <= MOST_DERIVATIVES
         return replace(self, layers="all" if is_cheap or self.method == "linearised" else "last")
 
     def for_posterior(self, laplace: Posterior) -> "PredictiveConfig":
-        """With layers="auto" decided for a fitted posterior; the log says so once if it is "last".
+        """Return the config with layers="auto" resolved for a fitted posterior; logs "last" once.
 
-        Where a single layer has a posterior, or where it is from Jacobians, all of it counts.
+        If a single layer has a posterior, or if the posterior is from Jacobians, all of it is
+        included.
         """
         alone = len(trainable_layers(laplace.model)) == 1 or laplace.structure != "kron"
         P, C = (0 if alone else laplace.n_params), laplace.n_outputs
@@ -193,16 +197,17 @@ class PredictiveConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the covariance and the outputs are scaled by factors fitted to held-out data."""
+        """Whether factors that are fitted to held-out data scale the covariance and the outputs."""
         return self.calibration == "held_out"
 
     def label_noise(self, likelihood: Likelihood, calibration: Calibration | None) -> float:
-        """The ε of what is predicted: of recorded labels the calibration's, or the likelihood's."""
+        """The ε of the predicted label: of the calibration or the likelihood for recorded labels.
+        """
         return 0.0 if self.labels == "true" else label_noise_of(likelihood, calibration)
 
     @property
     def label(self) -> str:
-        """Its name in tables and files, of decided layers."""
+        """Name in tables and files, for resolved layers."""
         return f"Laplace, {self.method}{', last layer' if self.layers == 'last' else ''}"
 
     def check_cost(self, positions: int, classes: int, likelihood: Likelihood) -> None:
@@ -212,7 +217,7 @@ class PredictiveConfig:
             positions: R of one example, 1 for outputs (N, C).
             classes: C.
             likelihood: classification needs the covariance (C, C) and its root at each position,
-                others the variances (C,).
+                other likelihoods only the variances (C,).
         """
         passes = 0 if self.layers == "last" else positions * classes
         too_wide = likelihood.kind == "classes" and classes > MOST_CLASSES
@@ -234,14 +239,16 @@ def map_predictive(
     output_temperature: float = 1.0,
     label_noise: float = 0.0,
 ) -> ModelPredictive:
-    """The prediction of the network at its parameters, in eval mode; no epistemic uncertainty.
+    """Return the predictive of the network at its parameters, without epistemic uncertainty.
+
+    The network runs in eval mode.
 
     Args:
         model: the network.
-        likelihood: how outputs become a distribution of targets.
+        likelihood: likelihood of the targets given the outputs.
         sigma_noise: σ of regression.
         output_temperature: τ > 0, by which outputs are divided (temperature scaling).
-        label_noise: ε of the labels that are predicted; 0 predicts the true class.
+        label_noise: ε of the predicted labels; 0 predicts the true class.
     """
     check_module(model)
     likelihood = likelihood_of(likelihood)
@@ -277,23 +284,23 @@ def laplace_predictive(
     calibration: Calibration | None = None,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> ModelPredictive:
-    """The predictive of a posterior.
+    """Return the predictive of a posterior.
 
-    Its random numbers are drawn once, so that predictions do not depend on how inputs are batched.
+    It draws its random numbers once, so predictions do not depend on the batches of inputs.
 
     Args:
         laplace: the fitted posterior.
-        config: how it predicts.
-        generator: generator of the samples, on the model's device; None draws the same at each
-            call, which are those that `calibrate` draws by default.
-        calibration: s and τ. None takes those that `calibrate` found for this predictive of the
-            posterior; if there are none, or ``config.calibration`` is "none", s = τ = 1.
-        ranks: the ranks that predict together. They share the computation of eigenvectors, so that
-            all of them must call this.
+        config: options of the predictive.
+        generator: generator of the samples, on the model's device; None draws the same samples at
+            each call, which are also the default of `calibrate`.
+        calibration: s and τ. None uses the posterior's calibration of this predictive by
+            `calibrate`. Without one, or if ``config.calibration`` is "none", s = τ = 1.
+        ranks: the ranks that predict together. They share the computation of eigenvectors, so all
+            of them must call this function.
 
     Raises:
-        AttributeError: a posterior that is not fitted.
-        ValueError: now or in a prediction, a network with other weights than those of the fit.
+        AttributeError: the posterior is not fitted.
+        ValueError: the network has other weights than at the fit, now or in a prediction.
     """
     laplace.check_weights()
     config = config.for_posterior(laplace)
@@ -416,26 +423,26 @@ def predict_all(
     ranks: Ranks = Ranks(None),  # noqa: B008
     **keywords: Any,
 ) -> tuple[Prediction, Tensor]:
-    """Predictions and targets of all batches, on the CPU.
+    """Return predictions and targets of all batches, on the CPU.
 
-    Sequences are flattened to their positions, without those that do not count: metrics of the
-    result are about positions (tokens), not about sequences.
+    Sequences are flattened to the positions that count. Metrics of the result are about positions
+    (tokens), not about sequences.
 
     Args:
         predict: the predictive.
         batches: (x, y), or mappings.
-        targets: how batches give their targets; None takes the predictive's own, which of a
-            posterior are those of its fit. ``shift_labels="auto"`` asks the network of
-            `map_predictive` and `laplace_predictive`; with other predictives, targets are not
-            shifted.
-        progress: whether to show a bar.
-        ranks: the ranks that each predict a contiguous part of every batch, which may be empty; the
-            loader yields this rank's, as `marglik.data.Batches` does. All ranks get all
+        targets: form of the batches' targets; None uses the predictive's own, for a posterior the
+            options of its fit. ``shift_labels="auto"`` asks the network of `map_predictive` and
+            `laplace_predictive`; with other predictives, targets are not shifted.
+        progress: whether to show a progress bar.
+        ranks: the ranks that each predict a contiguous part of every batch, which may be empty. The
+            loader yields this rank's part, as `marglik.data.Batches` does. All ranks get all
             predictions, in the order of the data.
-        keywords: single options that replace those of ``targets``, such as ``dict_key_y="target"``.
+        keywords: single options that override fields of ``targets``, such as
+            ``dict_key_y="target"``.
 
     Raises:
-        ValueError: no batch, or no target that counts.
+        ValueError: there is no batch, or no target that counts.
     """
     own: TargetOptions = getattr(predict, "targets", TargetOptions())
     targets = (targets or own).replace(**keywords)
@@ -470,10 +477,10 @@ def gathered(
     progress: bool,
     ranks: Ranks,
 ) -> Iterator[T]:
-    """``of_batch(x, y)`` of each rank's part of each batch, in the order of the data; collective.
+    """Return ``of_batch(x, y)`` of each rank's part of each batch, in data order; collective.
 
-    A rank's part may be empty, and then gives nothing. Results with tensors must be on the CPU: a
-    pickled CUDA tensor would be restored on the sender's GPU.
+    A rank's part may be empty, and then contributes nothing. Results with tensors must be on the
+    CPU: a pickled CUDA tensor would be restored on the sender's GPU.
     """
     for batch in each_batch(batches, doing, progress):
         x, y = split_batch(batch, targets)
@@ -496,24 +503,24 @@ def _of_counted_terms(
 
 
 def label_noise_of(likelihood: Likelihood, calibration: Calibration | None) -> float:
-    """The share ε of labels drawn at random: as calibrated, or else as the likelihood has it."""
+    """Return the share ε of random labels: of the calibration, or else of the likelihood."""
     if calibration is not None:
         return calibration.label_noise
     return float(likelihood.parameters["noise"]) if likelihood.has_label_noise else 0.0
 
 
 def remembered_calibration(laplace: Posterior, config: PredictiveConfig) -> CalibrationFit | None:
-    """What `calibrate` found for this predictive; None if nothing, or if none is wanted."""
+    """Return the calibration of this predictive; None if there is none, or if none is requested."""
     label = config.for_posterior(laplace).label
     record = laplace.calibrations.get(label) if config.is_calibrated else None
     return None if record is None else CalibrationFit.of(record)
 
 
 def outputs_of(model: nn.Module, x: Any) -> Tensor:
-    """The network's outputs at inputs on any device, at least in float32.
+    """Return the network's outputs for inputs on any device, at least in float32.
 
     Raises:
-        ValueError: NaN or infinity in the outputs.
+        ValueError: the outputs contain NaN or infinity.
     """
     f = call_with(model, {}, to_device(x, next(model.parameters()).device))
     check_finite(model, f, x)

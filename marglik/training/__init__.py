@@ -1,1 +1,1 @@
-"""The online loop: the network's steps, updates of the prior, checkpoints."""
+"""The online loop: steps of the network, updates of the prior, checkpoints."""

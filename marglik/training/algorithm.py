@@ -55,12 +55,12 @@ def start(
     loss: Callable[[Any, Any], Tensor] | None = None,
     sums_terms: bool = False,
 ) -> LearnerState:
-    """The state before the first step; completes the problem by what its data says.
+    """Return the state before the first step, and complete the problem from its data.
 
     Args:
-        problem: what is trained.
+        problem: the training problem.
         hyperparameters: δ of each group, and σ; they become a part of the state.
-        saved: the state to go on from, of `PriorLearner.state_dict`.
+        saved: a state of `PriorLearner.state_dict` to continue from.
         loss: see `PriorLearner.start`.
         sums_terms: see `PriorLearner.start`.
     """
@@ -86,16 +86,16 @@ def penalty(
     *,
     with_value: bool = False,
 ) -> Tensor | float | None:
-    """Add the prior's gradient to those of an optimiser's parameters.
+    """Add the prior's gradient to the gradients of an optimiser's parameters.
 
-    Once before each of its steps, after the backward passes and after gradients were clipped: what
-    the loop clips is the gradient of the data.
+    Call it once before each step of the optimiser, after the backward passes and after gradients
+    were clipped. The loop then clips only the gradient of the data.
 
     Args:
-        problem: what is trained.
+        problem: the training problem.
         state: its step count, average and measures are updated.
-        scale: what the loss was multiplied with, as gradient scalers do.
-        index: the optimiser's place in the list.
+        scale: factor on the loss, as of gradient scalers.
+        index: index of the optimiser in the list.
         with_value: whether to return ½ Σ wd ‖θ‖², see `add_penalty`.
     """
     part, policy = problem.parts[index], problem.options.policy
@@ -115,12 +115,13 @@ def penalty(
 
 
 def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str, float]:
-    """Update the prior if an update is due; returns the numbers to log, by name.
+    """Update the prior if an update is due; return the numbers to log, by name.
 
     Args:
-        problem: what is trained.
+        problem: the training problem.
         state: changed in place; after an exception it is as before, and the call can be repeated.
-        epoch: that has ended, from 1; one that ended before, as after a resume, is ignored.
+        epoch: the number of the epoch that has ended, from 1; earlier epochs are ignored, as after
+            a resume.
 
     Raises:
         FloatingPointError: the evidence is not finite.
@@ -143,7 +144,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
 
 
 def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict[str, float]:
-    """Raise the evidence at the present parameters; returns the numbers to log."""
+    """Increase the evidence at the present parameters; return the numbers to log."""
     before, schedule = state.hyperparameters.prior_precision, problem.options.schedule
     evidences, state.record = fit(problem, state, schedule.steps, is_last)  # K + 1
     assert state.posterior is not None
@@ -209,12 +210,12 @@ def fit(
 
 
 def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[str, float]:
-    """Take the average, and update the prior there; returns the numbers to log.
+    """Take the average, update the prior there, and return the numbers to log.
 
-    A training may end within an epoch, early, or with the parameters of its best epoch: then with
-    average=False, which keeps the network's parameters, also with keep="best". Before the end of
-    the burn-in, and if nothing was trained, the posterior is fitted without changing δ; with
-    updates=0 there is none. After an error it can be called again.
+    A training may end within an epoch, early, or with the parameters of its best epoch.
+    average=False then keeps the network's parameters, also with keep="best". Before the end of the
+    burn-in, and without any training, the posterior is fitted without changing δ. With updates=0
+    there is no posterior. After an error the function can be called again.
 
     Raises:
         FloatingPointError: the evidence is not finite.
@@ -239,7 +240,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
 def last_update(
     problem: Problem, state: LearnerState, *, keeps_parameters: bool
 ) -> dict[str, float]:
-    """Update the prior at the present parameters, where that is due and was not done before."""
+    """Update the prior at the present parameters, if it is due and has not been done."""
     schedule, numbers = problem.options.schedule, dict[str, float]()
     with state.unchanged_by_errors(problem.model, parameters=schedule.keep == "best"):
         is_trained, is_fitted = state.steps[-1] > 0, state.posterior_is_current(problem)

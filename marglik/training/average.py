@@ -1,9 +1,9 @@
-"""The average θ̄ of the parameters over the steps of a training, and BatchNorm's statistics at it.
+"""Average θ̄ of the parameters over the steps of a training, with BatchNorm statistics for it.
 
-Polynomial-decay averaging of Shamir & Zhang 2013 (arXiv:1212.1824), θ̄ ← θ̄ + (η+1)/(t+η) (θ − θ̄)
-after step t: the mean of all steps so far, step i with a weight of about i^η. It needs no number of
-steps in advance. The mean age of the steps in it is t/(η+2), and their effective number is
-(2η+1) t/(η+1)².
+The average is the polynomial-decay averaging of Shamir & Zhang 2013 (arXiv:1212.1824): θ̄ ← θ̄ +
+(η+1)/(t+η) (θ − θ̄) after step t. It is a mean of all steps so far, in which step i has a weight of
+about i^η. It does not need the number of steps in advance. The mean age of its steps is t/(η+2),
+and their effective number is (2η+1) t/(η+1)².
 """
 
 import logging
@@ -39,40 +39,40 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 ETA = 4
-"""η: the average has the mean age and the effective number of steps of a mean over the last third
+"""η. The average has the same mean age and effective number of steps as a mean over the last third
 (.166 and .36 of the steps so far)."""
 
 
 FEW_EXAMPLES = 2_560
-"""Training examples from which BatchNorm's statistics are renewed within a training."""
+"""Number of training examples from which BatchNorm's statistics are computed during a training."""
 
 
 class WeightAverage:
     """The average of parameters over their steps so far.
 
-    A step's parameters are included late, at the first look after it: what the loop does to them
-    between two steps, as a projection, counts.
+    A step's parameters are added when the average is next needed, or before the next step. Changes
+    by the loop after the step, such as a projection, are therefore included.
 
     Args:
-        parameters: whose values are averaged.
+        parameters: the parameters to average.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters
         self.values: list[Tensor] = []
-        """The averages, in float32 at least, of sharded parameters this rank's parts; empty before
-        the first step. Lower precisions would round small changes away."""
+        """The averages, at least in float32, because lower precisions would round small changes
+        away; for sharded parameters this rank's parts. Empty before the first step."""
         self.count = 0
-        """Number of steps that are averaged."""
+        """Number of averaged steps."""
         self.has_latest = True
-        """Whether the latest step is one of them."""
+        """Whether the average includes the latest step."""
         self.is_written = False
-        """Whether the parameters have their averages since the training's end."""
+        """Whether the parameters have been set to their averages at the training's end."""
         self.is_temporary = False
-        """Whether they have them for now, within `written`."""
+        """Whether the parameters are temporarily set to their averages, within `written`."""
 
     def begin_step(self) -> None:
-        """Include the step before; another one follows."""
+        """Add the previous step, before a new one."""
         if self.is_temporary:
             raise RuntimeError(
                 "The optimiser stepped within averaged(). At its end the parameters are restored, "
@@ -83,7 +83,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def include_latest(self) -> None:
-        """Include the present values, if those of the latest step are not included yet."""
+        """Add the present values, unless the average already includes the latest step."""
         if self.has_latest:
             return
         self.count += 1
@@ -97,17 +97,17 @@ class WeightAverage:
         self.has_latest = True
 
     def clear(self) -> None:
-        """Begin anew with the next step."""
+        """Start again with the next step."""
         self.values, self.count = [], 0
 
     @torch.no_grad()
     def write(self) -> None:
-        """Give the parameters their averages."""
+        """Set the parameters to their averages."""
         torch._foreach_copy_(local_parts(self._parameters), self.values)
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """A context in which the parameters have their averages."""
+        """Context manager in which the parameters have their averages."""
         present = [part.clone() for part in local_parts(self._parameters)]
         self.write()
         self.is_temporary = True
@@ -119,18 +119,18 @@ class WeightAverage:
                 torch._foreach_copy_(local_parts(self._parameters), present)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages and their number of steps; of sharded parameters they are sharded, too."""
+        """Return the averages and their number of steps; sharded like the parameters."""
         parameters = self._parameters if self.count else []
         values = with_local_parts(parameters, [value.clone() for value in self.values])
         return {"values": values, "count": self.count, "has_latest": self.has_latest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, on the parameters' devices.
+        """Load a result of `state_dict`, onto the parameters' devices.
 
-        Of sharded parameters the state may be sharded alike, or whole (`gathered_state`).
+        For sharded parameters the state may be sharded alike, or whole (`gathered_state`).
 
         Raises:
-            ValueError: a state whose numbers were cast.
+            ValueError: the tensors of the state were cast.
         """
         values = [*zip(state["values"], self._parameters)]  # noqa: B905  # none before it begins
         for value, p in values:
@@ -150,7 +150,7 @@ class WeightAverage:
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The layers with running statistics, by name."""
+    """Return the layers with running statistics, by name."""
     norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     return {name: norm for name, norm in norms.items() if norm.running_mean is not None}
 
@@ -165,11 +165,11 @@ def renew_batch_norm(
 ) -> None:
     """Set BatchNorm's running statistics to their means over the batches, at present parameters.
 
-    Those of ``frozen``, which the training ran in eval mode, stay as they are.
+    Layers in ``frozen``, which the training ran in eval mode, keep their statistics.
 
-    The statistics that training collected belong to the parameters of the steps, not to their
-    average. As `torch.optim.swa_utils.update_bn`, for any kind of batch and for several ranks, some
-    of whose batches may be empty.
+    The statistics of the training belong to the parameters of the steps, not to their average. This
+    function is like `torch.optim.swa_utils.update_bn`, for any kind of batch and for several ranks,
+    of which some may have empty batches.
     """
     unchanged = [norm for name, norm in batch_norms(model).items() if name in frozen]
     norms = [norm for name, norm in batch_norms(model).items() if name not in frozen]
@@ -208,9 +208,9 @@ def renew_batch_norm(
 
 
 def take_average(problem: "Problem", state: "LearnerState") -> None:
-    """Give the network the average of its steps, if there is one.
+    """Set the network to the average of its steps, if there is one.
 
-    Again it does nothing, until there are further steps.
+    A second call does nothing until there are further steps.
     """
     if state.averages[0].is_written or not state.has_average:
         return
@@ -230,13 +230,13 @@ def take_average(problem: "Problem", state: "LearnerState") -> None:
 
 @contextmanager
 def averaged(problem: "Problem", state: "LearnerState") -> Iterator[nn.Module]:
-    """A context in which the network has the average of its parameters so far.
+    """Context manager in which the network has the average of its parameters so far.
 
-    It is the network that `PriorLearner.finish` would leave: the validation loss, early stopping
-    and "keep the best" are about the average, and not about the last step's parameters. Its
-    BatchNorm statistics are renewed by a pass over the training data, or a sample of 2,560 examples
-    where there are more (`finish` passes over all). Afterwards, also after an error, parameters and
-    statistics are what they were. With several ranks it is collective.
+    This is the network that `PriorLearner.finish` would return. Validation loss, early stopping and
+    best checkpoints use the average instead of the last step's parameters. BatchNorm's statistics
+    are computed again by a pass over the training data, or a sample of 2,560 examples if there are
+    more (`finish` passes over all data). The context restores parameters and statistics, also after
+    an error. It is collective with several ranks.
     """
     with ExitStack() as stack:
         first = state.averages[0]

@@ -1,13 +1,13 @@
-"""Hooks on the optimisers' steps: they add the prior's gradient, and end the epochs.
+"""Hooks on the optimisers' steps, which add the prior's gradient and end the epochs.
 
-A pre-hook comes before a step, but after `GradScaler.step` has unscaled the gradients, and after
-the loop has clipped them. Of a step with a closure it comes before the backward pass, and so hands
-on a closure that adds the prior's gradient after it. Fused optimisers unscale in their own step and
-are called with infinite gradients, too: they then have the attributes ``grad_scale`` and
-``found_inf``. A step that a scaler skips is none.
+A pre-hook runs before a step, but after `GradScaler.step` has unscaled the gradients and after the
+loop has clipped them. If the step has a closure, the pre-hook runs before the backward pass. It
+then replaces the closure by one that adds the prior's gradient afterwards. Fused optimisers unscale
+the gradients in their own step and are also called with infinite gradients. They then have the
+attributes ``grad_scale`` and ``found_inf``. A step that a scaler skips does not count.
 
-The hooks also copy the weights that each step leaves, so that `StepHooks.weights_since_steps` can
-compare all of them with the present ones.
+The hooks also copy the weights after each step, so that `StepHooks.weights_since_steps` can compare
+all of them with the present weights.
 """
 
 import weakref
@@ -33,21 +33,22 @@ _ACTIVE: "WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StepHooks]]" = We
 """The hooks that each optimiser has."""
 
 COMPARED_STEPS = 10
-"""After how many of the first steps the weights are compared, whatever torch counts as a change."""
+"""Number of first steps after which all weights are compared, regardless of torch's version
+counters."""
 
 Since = Literal["unchanged", "changed", "changed as after each step", "unclear"]
-"""How the present weights differ from those that the latest step left."""
+"""How the present weights differ from the weights after the latest step."""
 
 
 class StepHooks:
-    """The hooks of a training, until `remove`, or until it is no longer referred to.
+    """The hooks of a training, active until `remove`, or until the object is deleted.
 
-    The optimisers refer to it weakly, so that a loop may end in any way.
+    The optimisers have weak references to it, so a loop may end in any way.
 
     Args:
-        problem: what is trained.
+        problem: the training problem.
         state: changed by the steps.
-        optimizers: all that were passed to the start, also one whose tensors are all frozen.
+        optimizers: all optimisers passed to the start, including ones with only frozen tensors.
         loss_check: called before the first step.
     """
 
@@ -88,10 +89,11 @@ class StepHooks:
             _ACTIVE.pop(optimizer, None)
 
     def weights_since_steps(self) -> Since:
-        """Compare all present weights with those that the latest steps left; collective.
+        """Compare all present weights with the weights after the latest steps; collective.
 
-        A loop may clip weights after each step: what follows the last step is then a part of it,
-        and no state that was restored. It is unclear if weights changed after some steps alone.
+        A loop may clip weights after each step. Such a change after the last step is a part of the
+        step, and not a restored state. If weights changed after some steps only, the case is
+        unclear.
         """
         changed = [left for left in self._left if left.is_changed()]
         is_new = any(not left.is_changed_each_time for left in changed)
@@ -105,7 +107,7 @@ class StepHooks:
         return "unclear" if any_rank(is_unclear, device) else "changed"
 
     def look_before_step(self, part: int) -> None:
-        """Compare the weights with those that the step before left."""
+        """Compare the weights with the weights after the previous step."""
         self._calls += 1
         self.is_in_step = True
         self._left[part].look_before_step()
@@ -113,7 +115,7 @@ class StepHooks:
     def check_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise a RuntimeError if an unknown optimiser has stepped this training's parameters.
 
-        One that wraps an optimiser of the training, or is wrapped by it, is none.
+        Optimisers that wrap an optimiser of the training, or are wrapped by it, are known.
         """
         is_alone = self._calls == self._calls_before.pop(optimizer, None) and not self.is_in_step
         if not is_alone or active_hooks(optimizer) is not None:
@@ -130,7 +132,7 @@ class StepHooks:
             )
 
     def count_before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember how many steps the training has made when an unknown optimiser begins one."""
+        """Store the number of steps when an unknown optimiser begins a step."""
         if active_hooks(optimizer) is None:
             self._calls_before[optimizer] = self._calls
 
@@ -153,10 +155,10 @@ class StepHooks:
 
 
 class WeightsLeft:
-    """The weights that an optimiser's latest step left.
+    """Copy of the weights after an optimiser's latest step.
 
-    They are copied, and all of them are compared. Version counters alone would miss ``p.data``, and
-    a sample of the weights a part that was restored.
+    All weights are compared by value. Version counters do not detect changes of ``p.data``, and a
+    sample of the weights would not detect a partial restore.
 
     Args:
         part: the optimiser and its parameters.
@@ -179,7 +181,7 @@ class WeightsLeft:
             self._values = [part.clone() for part in parts]
 
     def is_changed(self) -> bool:
-        """Whether the weights have other values now, of this rank's parts; a cast is no change."""
+        """Whether the weights have other values now, on this rank; a cast does not count."""
         pairs = zip(local_parts(self._parameters), self._values)  # noqa: B905  # none at first
         return any(
             not torch.allclose(now, left.to(now), rtol=0, atol=0, equal_nan=True)
@@ -187,7 +189,7 @@ class WeightsLeft:
         )
 
     def look_before_step(self) -> None:
-        """Compare before the first steps, and then where torch counts a change; see `Since`."""
+        """Compare before the first steps, and then if torch counts a change; see `Since`."""
         is_early = self._compared < COMPARED_STEPS
         if not self._values or self.is_changed_at_times:
             return
@@ -278,6 +280,6 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def active_hooks(optimizer: torch.optim.Optimizer) -> StepHooks | None:
-    """The hooks of the training that an optimiser is in, if it is in one."""
+    """Return the hooks of the training whose optimiser is in a step, if there is one."""
     hooks = _ACTIVE.get(optimizer)
     return None if hooks is None else hooks()

@@ -1,6 +1,6 @@
-"""`PriorLearner`: learns weight decays while a network trains, in two lines of a loop.
+"""`PriorLearner`: learn weight decays while a network trains, with two calls in a training loop.
 
-What it does is in `marglik.training.algorithm`, whose functions all loops and callbacks here call.
+`marglik.training.algorithm` has the method; all training loops and callbacks call its functions.
 """
 
 import logging
@@ -35,24 +35,27 @@ _logger = logging.getLogger(__name__)
 class PriorLearner:
     """Learns weight decays, one per parameter tensor, while a network trains.
 
-    `start` before the loop and `finish` after it are all that a loop calls: hooks on the optimiser
-    add the prior's gradient before each step, after the loop's own clipping, and update the prior
-    after an epoch's last step. A rate that falls to zero freezes the decays; `settling_rate` suits.
+    A training loop calls `start` before it begins and `finish` after it ends. Hooks on the
+    optimiser add the prior's gradient before each step, after the loop's own clipping. They update
+    the prior after the last step of an epoch. If the learning rate decays to zero, the network
+    cannot follow changes of the weight decays; use a constant rate or `settling_rate`.
 
     Args:
         likelihood: likelihood of the loss: "classification", "regression", "bernoulli", or another
-            of `kfac_backend.likelihoods`. Of "student_t(df=4)", say, the scale is learned, too. The
-            loop's loss then changes with each update: it is ``learner.likelihood.loss(f, y)``.
+            of `kfac_backend.likelihoods`. Likelihoods with parameters, such as the scale of
+            "student_t(df=4)", learn these, too. The loop's loss must then be
+            ``learner.likelihood.loss(f, y)``, which changes with each update.
         curvature: all options of the curvature pass.
-        schedule: when updates happen, and what is averaged.
-        policy: in what training departs from plain evidence.
-        hyperparameters: your own, in place of the weight decay, groups and noise of ``options``.
+        schedule: schedule of the updates, and choice of the average.
+        policy: rules that go beyond the evidence.
+        hyperparameters: initial hyperparameters that replace weight decay, groups and noise of
+            ``options``.
         options: fields of `LearnerOptions`, such as ``weight_decay``, ``structure``, ``method``,
             ``temperature`` or ``mean_over``, and single fields of `Schedule`, `DecayPolicy` and
             `CurvatureOptions`, such as ``updates``, ``average``, ``clip`` or ``kfac_approx``.
 
     Raises:
-        TypeError, ValueError: a keyword that is no option, a value that is not supported.
+        TypeError, ValueError: a keyword is not an option, or a value is not supported.
     """
 
     def __init__(
@@ -91,27 +94,27 @@ class PriorLearner:
         """Count the data, make the hyperparameters, and put the hooks on the optimiser.
 
         Args:
-            model: the network, whose outputs are logits, or means for regression. Of a
+            model: the network, whose outputs are logits, or means for regression. For a
                 `DistributedDataParallel`, pass its ``module``.
-            optimizer: the network's optimiser, without weight decay; or a list of several, which
-                hold all trainable parameters, the last being the one whose step ends a batch.
-            loader: batches (x, y), or mappings, of training and of the curvature pass; with several
-                ranks this rank's shard.
-            epochs: number of epochs, if it is known: updates are spread over them.
-            loss: the loop's loss(outputs, targets), compared with the likelihood's on a batch. None
-                compares the gradient of the first step's loss in the outputs, where it shows the
-                targets: for classes and Bernoulli outputs.
-            steps_per_epoch: the optimiser's steps in an epoch, without those that a gradient scaler
-                skips; None takes a step for each batch of the loader. Of a stream, whose length is
-                unknown, an "epoch" is then a round of the steps that see 2,560 examples, or N.
+            optimizer: the network's optimiser, without weight decay. Or a list of optimisers that
+                together hold all trainable parameters; a step of the last one ends a batch.
+            loader: batches (x, y), or mappings, of the training, also for the curvature pass; with
+                several ranks this rank's shard.
+            epochs: number of epochs, if it is known; updates are spread over them.
+            loss: the loop's loss(outputs, targets), compared with the likelihood's loss on a batch.
+                None compares the gradient of the first step's loss in the outputs, for classes and
+                Bernoulli outputs.
+            steps_per_epoch: the optimiser's steps in an epoch, without steps that a gradient scaler
+                skips; None counts a step for each batch of the loader. For a stream of unknown
+                length, an "epoch" is then a round of steps with 2,560 examples, or N.
             ranks: the ranks that train together; None takes all of `torch.distributed`.
             sums_terms: whether the loss is a mean over examples of sums over their terms.
-            held_out: batches that the network is not trained on, from which the share of wrong
-                labels is learned: read at the start, to be checked, and after each of the last
-                third of the epochs; with several ranks this rank's part of each. None looks for it
-                in the training labels, which show less.
-            hooks: "gradients" where the caller ends the epochs, "none" where it adds the prior's
-                gradient, too, by the functions of `marglik.training.algorithm`.
+            held_out: held-out batches, from which the share of wrong labels is learned. They are
+                read at the start, as a check, and after each of the last third of the epochs; with
+                several ranks this rank's part of each. None estimates the share from the training
+                labels, which is less accurate.
+            hooks: "gradients" if the caller ends the epochs; "none" if it also adds the prior's
+                gradient, with the functions of `marglik.training.algorithm`.
 
         Raises:
             ValueError: an optimiser, loss terms, shards or a loaded state that do not fit, also the
@@ -145,14 +148,14 @@ class PriorLearner:
 
     @property
     def loss_check(self) -> LossCheck | None:
-        """What compares the first step's loss with the likelihood's; None after that step."""
+        """Compares the first step's loss with the likelihood's; None after that step."""
         return self._hooks and self._hooks.loss_check
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes, for pickle and copies.
+        """Return the attributes, for pickle and copies.
 
         Raises:
-            TypeError: a learner in training: a copy of the optimiser would lack the hooks.
+            TypeError: the learner is in training; a copy of the optimiser would lack the hooks.
         """
         if self._hooks is not None:
             raise TypeError(
@@ -163,13 +166,13 @@ class PriorLearner:
         return vars(self)
 
     def detach(self) -> None:
-        """Remove the hooks, as `finish` does: for a loop that was given up."""
+        """Remove the hooks, as `finish` does, to abandon a training."""
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
-        """A context with the network as `finish` would leave it, see `average.averaged`."""
+        """Context manager with the network that `finish` would return, see `average.averaged`."""
         if not hasattr(self, "state"):
             raise RuntimeError("The learner has no network yet. Call start before averaged.")
         if self._hooks is not None and self._hooks.weights_since_steps() == "changed":
@@ -177,20 +180,20 @@ class PriorLearner:
         return averaged(self.problem, self.state)
 
     def validation_loss(self, batches: Iterable[Any]) -> float:
-        """The NLL (nats per loss term) of validation data, for early stopping.
+        """Return the NLL (nats per loss term) of validation data, for early stopping.
 
-        It is of the average of the parameters so far, at the temperature τ, and for classes the
-        share ε of wrong labels, that make this data most likely (for regression at such a σ), as
-        calibration chooses them after the training: predictions that are only too sure stop no
+        It uses the average of the parameters so far, at the temperature τ that makes the data most
+        likely. For classes it also fits the share ε of wrong labels, and for regression σ. These
+        are the choices of a calibration after the training, so overconfidence does not stop a
         training.
 
         Args:
-            batches: (x, y), or mappings, that the network is not trained on; with several ranks
-                this rank's part of each.
+            batches: validation batches (x, y), or mappings; with several ranks this rank's part of
+                each.
 
         Raises:
             RuntimeError: `start` was not called.
-            ValueError: no batch, or targets that do not fit the outputs.
+            ValueError: there is no batch, or targets do not fit the outputs.
         """
         if not hasattr(self, "state"):
             raise RuntimeError("The learner has no network yet. Call start before validation_loss.")
@@ -198,26 +201,27 @@ class PriorLearner:
         return validation_loss(self.problem, self.state, batches)
 
     def finish(self, average: bool | None = None) -> dict[str, float]:
-        """Take the average of the parameters and fit the posterior there; returns what to log.
+        """Set the network to the average of its parameters and fit the posterior there.
 
-        At any step: the average is over all steps so far. If the parameters have changed since the
-        last step, as by ``load_state_dict`` with the best epoch's, the network keeps them without
-        an average, and the posterior is fitted there. What a loop does to the parameters after each
-        step, such as clipping them, is a part of the step. It can be called again after an error.
+        It can be called after any step; the average includes all steps so far. If the parameters
+        have changed since the last step, for example by ``load_state_dict`` of the best epoch, the
+        network keeps them without an average, and the posterior is fitted there. If the loop
+        changes the parameters after each step, for example by clipping them, this counts as a part
+        of the step. `finish` can be called again after an error.
 
         Args:
-            average: whether to take the average; None takes it, unless the parameters have changed
-                since the last step. False keeps the parameters that the network has.
+            average: whether to take the average. None takes it, unless the parameters have changed
+                since the last step. False keeps the network's parameters.
 
         Returns:
             The numbers of the last update, by name, and ``"averaged"``: 1 if the network has the
-            average, 0 if it has kept its parameters.
+            average, 0 if it keeps its parameters.
 
         Raises:
             FloatingPointError: the evidence is not finite.
             RuntimeError: `start` was not called, or an optimiser has made no step since; a call
-                within `averaged`; parameters that have changed since the last step in a loop that
-                changed them after some of its steps, but not after others.
+                within `averaged`; parameters that changed since the last step, in a loop that
+                changed them after some of its steps only.
         """
         if not hasattr(self, "state") or (self._hooks and 0 in self.state.steps):
             raise RuntimeError(
@@ -259,12 +263,12 @@ class PriorLearner:
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood, with the numbers that it has come to."""
+        """The likelihood with its present parameters."""
         return self.state.likelihood if hasattr(self, "state") else self.options.likelihood
 
     @property
     def posterior(self) -> Posterior | None:
-        """That of the latest update; after `finish` it is at the network's final parameters."""
+        """The posterior of the latest update; after `finish` at the network's final parameters."""
         return self.state.posterior if hasattr(self, "state") else None
 
     @property
@@ -278,18 +282,18 @@ class PriorLearner:
         return precision_to_weight_decay(delta, self.problem.num_data, self.options.temperature)
 
     def latest_numbers(self) -> dict[str, float]:
-        """What to log of an update that the latest step was followed by; empty without one."""
+        """Numbers to log if an update followed the latest step; otherwise empty."""
         state, is_logged = self.state, self._hooks is None or not self.problem.has_rounds
         if is_logged or state.steps_at_update != state.steps[-1]:
             return {}
         return state.numbers_to_log(self.problem.model)
 
     def replay(self) -> "PriorLearner":
-        """A learner for another network of this kind, whose decays take the course of this one's.
+        """Return a learner that gives another network the same weight decays over time.
 
-        For the members of an `Ensemble`, each of which then costs one training, without updates
-        and without a posterior. Not the last decays from the start: they belong to a network that
-        fits, and can keep one from ever fitting. Call it after `finish`.
+        It trains the members of an `Ensemble`. Each member costs one training, without updates and
+        without a posterior. Starting with the final weight decays would be worse: they belong to a
+        network that fits, and can keep another one from fitting. Call it after `finish`.
         """
         delta, sigma, likelihood = self.state.decay_history[0]
         groups = PriorGroups.from_model(self.problem.model)
@@ -302,11 +306,11 @@ class PriorLearner:
         return learner
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue: tensors, numbers and strings; empty before the start."""
+        """Return the state for a resume: tensors, numbers and strings; empty before the start."""
         return self.state.state_dict(self.problem) if hasattr(self, "state") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; takes effect at the next `start`."""
+        """Load a result of `state_dict`; it takes effect at the next `start`."""
         if self._hooks is not None:
             raise RuntimeError(
                 "The learner has already started. Call load_state_dict(state) before start."

@@ -1,22 +1,22 @@
-"""The online loop: network steps, and now and then an update of the prior by the evidence.
+"""The online loop: steps of the network, with updates of the prior by the evidence in between.
 
-Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. The method is in
-`marglik.training.algorithm`; here are the network's steps, checkpoints and records.
+Source: Immer et al. 2021 (arXiv:2104.04975), algorithm 1. `marglik.training.algorithm` has the
+method; this module has the network's steps, checkpoints and records.
 
 The objective on a batch of M examples is 1/M Σ ℓ/σ² + ½ Σ_g (T δ_g/N) ‖θ_g‖². Over the data it is
-−T/N times the tempered log joint, up to a constant. Gradient steps are taken on σ² times the
-objective, so that learning rates do not depend on the noise of regression. ℓ is the loss of an
-example, for a sequence the sum over the positions that count. Code that takes the mean over R
-positions instead has gradients R times smaller: here SGD needs a learning rate R times smaller
-than there (Adam's steps do not grow with the gradient).
+−T/N times the tempered log joint, up to a constant. Gradient steps minimise σ² times the objective,
+so that learning rates do not depend on the noise of regression. ℓ is the loss of an example. For a
+sequence it is the sum over the positions that count. Code that takes the mean over R positions
+instead has gradients that are R times smaller. With SGD, this loop therefore needs a learning rate
+that is R times smaller than there. (Adam's steps do not grow with the gradient.)
 
 `KFAC` divides the gradient by damped curvature. With damping on the product, the prior's curvature
-σ² T δ_g/N is added to the damping, so that a step is a natural-gradient step on the posterior.
+σ² T δ_g/N is added to the damping. A step is then a natural-gradient step on the posterior.
 
 With several ranks, the M examples of a batch are spread over them. Each rank multiplies its own sum
-of losses by (ranks / M); `DistributedDataParallel` averages the gradients over ranks; then the
-prior's gradient is added. The step equals that of one process with the whole batch, up to the order
-of sums.
+of losses by (ranks / M), and `DistributedDataParallel` averages the gradients over ranks. Then the
+prior's gradient is added. The step equals the step of one process with the whole batch, up to the
+order of sums.
 """
 
 import logging
@@ -69,40 +69,40 @@ _logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune"]
-"""Of `torch.compile`; the last two record CUDA graphs on a GPU."""
+"""Mode of `torch.compile`; the last two record CUDA graphs on a GPU."""
 
 
 @dataclass
 class OnlineResult:
-    """What the loop learned. The model holds the parameters that the schedule ends with."""
+    """Result of the loop. The model has the final parameters of the schedule."""
 
     laplace: Any
     """The `Posterior` at the model's parameters, with the learned hyperparameters; None with
     Schedule(updates=0)."""
     evidence: float
-    """The log marginal likelihood (nats, a sum over the data) there; NaN without ``laplace``."""
+    """The log marginal likelihood (nats, a sum over the data) of ``laplace``; NaN without it."""
     epoch: int
-    """The epoch that the parameters are of: the last one, or that of the best update."""
+    """The epoch of the parameters: the last one, or the epoch of the best update."""
     records: list[Record] = field(default_factory=list)
-    """One record per epoch and per update, in the order in which they were made."""
+    """One record per epoch and per update, in chronological order."""
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) before every hyperparameter step."""
     training_probabilities: TrainingProbabilities | None = None
-    """What the steps predicted for each training example; see `marglik.suspicious_labels`."""
+    """Predictions of the steps for each training example; see `marglik.suspicious_labels`."""
     seconds: float = 0.0
-    """Wall-clock time of the loop; of a run that was resumed, the sum over its parts."""
+    """Wall-clock time of the loop; after a resume, the sum over its parts."""
     learner: PriorLearner | None = None
-    """What learned them; `PriorLearner.replay` gives other networks their course."""
+    """The learner; its `PriorLearner.replay` gives other networks the same weight decays."""
 
     def verdict(self, plain: nn.Module, test: Iterable[Any], **options: Any) -> str:
-        """What the learned weight decays gained against a plain network, in one sentence.
+        """Compare the network with a plain network on test data, in a few lines.
 
         Args:
-            plain: the same network trained without them: with a fixed weight decay, a learning rate
-                that falls to zero, and no average.
-            test: (x, y), or mappings, that neither was trained on.
-            options: further arguments of `marglik.verdict`, such as ``held_out`` to scale the
-                temperatures of both first.
+            plain: the same network, trained with a fixed weight decay, a learning rate that falls
+                to zero, and no average.
+            test: test data (x, y), or mappings.
+            options: further arguments of `marglik.verdict`, such as ``held_out`` to fit the
+                temperatures of both networks first.
         """
         posterior = self.laplace
         own = posterior.model, plain, test, posterior.likelihood
@@ -110,46 +110,48 @@ class OnlineResult:
 
 
 class OnlineTraining:
-    """Trains a network and its prior together: the loop around a `PriorLearner`.
+    """Trains a network and its prior together: a training loop around a `PriorLearner`.
 
-    An object serves one `run`. The constructor checks the options and counts the data. Then `run`
-    repeats: an epoch of network steps, then, if the schedule says so, an update of the prior; the
-    next epoch uses the new weight decays T·δ/N. It may write a checkpoint of `state_dict` after
-    each. At its end the model holds the average of its parameters.
+    One object makes one `run`. The constructor checks the options and counts the data. `run`
+    alternates epochs of network steps with updates of the prior, by the schedule. The next epoch
+    uses the new weight decays T·δ/N. After each epoch and update it may write a checkpoint of
+    `state_dict`. At its end the model has the average of its parameters.
 
-    With a Fabric of several devices, all ranks create and run this object in the same way. Each
-    starts from the same parameters and has a shard of the data, of the same number of batches, and
-    no example is in two shards. N is the number of all examples. Steps and updates equal those of
-    one process whose batches are the ranks' batches together, up to the order of sums; only
-    BatchNorm in train mode sees the examples of its own rank alone. Dropout, labels drawn from the
-    model, and what loaders draw without a generator of their own, differ between ranks; seed and
-    number of ranks determine them. So code that shuffles before it shards needs a seed of its own,
-    as ``DistributedSampler(drop_last=True)`` has.
+    With a Fabric of several devices, all ranks create and run this object in the same way. All
+    start from the same parameters. Each has a shard of the data with the same number of batches,
+    and the shards do not overlap. N is the number of all examples. Steps and updates equal the
+    steps and updates of one process with the concatenated batches, up to the order of sums. Only
+    BatchNorm in train mode uses the examples of its own rank alone. Dropout, labels drawn from the
+    model, and random numbers of loaders without their own generator differ between ranks. Seed and
+    number of ranks determine them. Code that shuffles before it shards therefore needs its own
+    seed, as in ``DistributedSampler(drop_last=True)``.
 
     Args:
         model: the network; frozen parameters have neither prior nor curvature.
-        optimizer: the network's optimiser, without weight decay: the loop adds the prior's.
+        optimizer: the network's optimiser, without weight decay, because the loop adds the prior's
+            gradient.
         train_loader: batches (x, y), or mappings, for the network's steps.
-        learner: learns the weight decays, and says with which likelihood and targets; not started,
-            with the number of epochs in its schedule.
+        learner: the learner of the weight decays, with likelihood and targets; not started, with
+            the number of epochs in its schedule.
         scheduler: the optimiser's learning-rate schedule, stepped after every batch; see
-            `marglik.settling_rate`. None keeps the rate.
-        curvature_loader: data of the curvature pass; None takes the training loader.
-        held_out: batches that the network is not trained on, from which the share of wrong labels
-            is learned, see `PriorLearner.start`.
-        fabric: devices and precision, launched; None takes the model's device, in full precision.
+            `marglik.settling_rate`. None keeps the rate constant.
+        curvature_loader: data of the curvature pass; None uses the training loader.
+        held_out: held-out batches, from which the share of wrong labels is learned, see
+            `PriorLearner.start`.
+        fabric: devices and precision, launched; None uses the model's device in full precision.
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
-        on_record: called with the record of each epoch and each update when it is made; after a
-            resume, first with all earlier ones. Called on rank 0 alone.
-        progress: whether to show progress bars, on rank 0 alone.
-        keep_probabilities: whether to keep what the steps predict for each training example, see
+        on_record: function that gets the record of each epoch and each update, and after a resume
+            first all earlier records; called only on rank 0.
+        progress: whether to show progress bars; only on rank 0.
+        keep_probabilities: whether to store the steps' predictions for each training example, see
             `marglik.suspicious_labels`.
 
     Raises:
-        ValueError: no number of epochs; no data; K-FAC with a compiled model; several processes of
-            torch.distributed without a Fabric of them; shards that do not fit together.
-        NotImplementedError: a Fabric's strategy other than DDP.
-        RankError: ranks with different models or options.
+        ValueError: there is no number of epochs or no data; K-FAC with a compiled model; several
+            processes of torch.distributed without a matching Fabric; shards that do not fit
+            together.
+        NotImplementedError: the Fabric has another strategy than DDP.
+        RankError: ranks have different models or options.
     """
 
     def __init__(
@@ -184,12 +186,12 @@ class OnlineTraining:
         self.scheduler = scheduler
         self.fabric: Any = fabric or OneDevice(next(model.parameters()).device)
         self.ranks = ranks_of(self.fabric)
-        """The processes that train together, each on its shard of the data."""
+        """The processes that train together, each with its shard of the data."""
         self._is_alone = self.ranks.size == 1
         self.on_record = on_record
         self.progress = progress and self.ranks.rank == 0
         self.learner = learner
-        """Holds the method and its state; network, optimiser and data are this object's."""
+        """The learner with the method and its state."""
         # Before Fabric wraps the network in DDP, so that ranks which differ end with an error that
         # names the difference.
         check_shards(train_loader, self.ranks)
@@ -234,20 +236,19 @@ class OnlineTraining:
         self._seconds = 0.0
 
     def run(self, checkpoints: Checkpoints | None = None) -> OnlineResult:
-        """Train for all epochs; the model ends with the parameters that the schedule names.
+        """Train for all epochs; the model then has the schedule's final parameters.
 
-        The model is left in the mode (train or eval) that it was in.
+        The model's mode (train or eval) is restored.
 
         Args:
-            checkpoints: where checkpoints are written: at the start, before each update of the
-                prior, at the end, and whenever one is due. If there is one already, training
-                continues from it; on a CPU with the same number of threads the result is the same
-                to the bit.
+            checkpoints: folder of the checkpoints, written at the start, before each update of the
+                prior, at the end, and whenever one is due. If there is a checkpoint, training
+                continues from it. On a CPU with the same number of threads the result is then
+                exactly the same.
 
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
-            ValueError: a checkpoint of another run; checkpoints with a loader that has persistent
-                workers.
+            ValueError: the checkpoint belongs to another run, or the loader has persistent workers.
         """
         started = time.perf_counter()
         epochs = self._epochs
@@ -298,11 +299,11 @@ class OnlineTraining:
     # --- an epoch of network steps ---
 
     def train_epoch(self) -> Record:
-        """Take the steps of the next epoch; returns its record.
+        """Make the steps of the next epoch and return its record.
 
         Raises:
             FloatingPointError: the loss is not finite.
-            ValueError: targets that do not fit the outputs (checked in the first epoch), or no
+            ValueError: targets do not fit the outputs (checked in the first epoch), or there is no
                 data.
         """
         with own_random_numbers(self.ranks):
@@ -465,10 +466,10 @@ class OnlineTraining:
     # --- the state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue: plain data and tensors.
+        """Return the state for a resume: plain data and tensors.
 
-        Collective. The state is the same on all ranks, except for their seconds, and can be loaded
-        with any number of ranks.
+        Collective. The state is the same on all ranks, except for their seconds. Any number of
+        ranks can load it.
         """
         random = random_state(generators_of(self.train_loader, self.curvature_loader))
         probabilities = None if self.probabilities is None else self.probabilities.state_dict()
@@ -487,10 +488,10 @@ class OnlineTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned.
+        """Load a result of `state_dict`.
 
         Raises:
-            ValueError: the state of another run, or one that lacks entries.
+            ValueError: the state belongs to another run, or lacks entries.
         """
         parts = "model", "optimizer", "scheduler", "precision", "learner", "probabilities"
         check_keys("OnlineTraining", state, [*parts, "epoch", "random", "records", "seconds"])
@@ -526,7 +527,10 @@ def _warn_of_batch_norm(model: nn.Module) -> None:
 
 
 class OneDevice:
-    """What the loop asks of a Fabric, for one device in full precision: Lightning loads slowly."""
+    """The methods of a Fabric that the loop uses, for one device in full precision.
+
+    It replaces Lightning's Fabric, which takes long to import.
+    """
 
     world_size = 1
 
@@ -536,22 +540,22 @@ class OneDevice:
         self.strategy: Any = SimpleNamespace(precision=GradScaler(enabled=False))
 
     def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Both as they are."""
+        """Return model and optimiser unchanged."""
         return model, optimizer
 
     def backward(self, objective: Tensor) -> None:
-        """Add the gradients."""
+        """Run the backward pass."""
         objective.backward()
 
 
 def ranks_of(fabric: "Fabric | OneDevice") -> Ranks:
-    """The ranks that a Fabric has launched; this process alone if it has one device.
+    """Return the ranks that a Fabric has launched; this process alone for one device.
 
     Raises:
         NotImplementedError: a strategy that splits a model over ranks, or copies it to several
             devices of one process.
-        RuntimeError: a Fabric that was not launched.
-        ValueError: a Fabric of one device in one of several processes.
+        RuntimeError: the Fabric was not launched.
+        ValueError: the Fabric has one device, but there are several processes.
     """
     running, strategy = Ranks().size, type(fabric.strategy).__name__
     if fabric.world_size == running == 1:

@@ -1,7 +1,7 @@
-"""Whether a loop's loss is the one that its likelihood says: by their gradients in the outputs.
+"""Compare a loop's loss with its likelihood, by their gradients in the outputs.
 
-Not by their values, which may differ by a constant such as log y!; and label smoothing hardly
-changes the value of a network that was just initialised.
+Values are not compared, because they may differ by a constant such as log y!, and because label
+smoothing hardly changes the value for a network that was just initialised.
 """
 
 import math
@@ -20,27 +20,29 @@ if TYPE_CHECKING:
     from marglik.training.state import LearnerOptions
 
 TOLERANCE = 1e-3
-"""Of the gradients' norm; several times the rounding of a coarser dtype if that is more."""
+"""Tolerance relative to the gradients' norm, or several times the rounding error of a coarser
+dtype."""
 FEW_FIRST_LABELS = 0.02
-"""The share of labels without an output that may count in a mean over terms, without a word."""
+"""Share of labels without an output that may count in a mean over terms without a warning."""
 LEAST_SCALE = 2**8
-"""The least factor that may be a gradient scaler's."""
+"""Smallest factor that is taken for a gradient scaler's."""
 MOST_NUMBERS = 2**22
-"""Of the gradients that are compared."""
+"""Maximum number of compared gradient entries."""
 
 
 class LossCheck:
-    """Compares the loss of the first step with the likelihood's, in any loop, by a hook.
+    """Compare the loss of the first step with the likelihood's loss, in any loop, by a hook.
 
-    The hook notes the network's first outputs that get a gradient, and this gradient. The targets
-    are those that the loop's owner gives, or else those that the gradient shows: of labels the
-    class with the least entry, of Bernoulli outputs the sign. Other targets are not known without.
+    The hook stores the network's first outputs that get a gradient, and this gradient. The owner of
+    the loop may pass the targets. Otherwise they are derived from the gradient: for labels the
+    class with the smallest entry, for Bernoulli outputs the sign. For other likelihoods the targets
+    are needed.
 
     Args:
         model: the network.
-        likelihood: says ℓ.
-        options: say what the loss is a mean over, and its scale.
-        only_counts: whether only the batches of the first step are counted.
+        likelihood: likelihood with the loss ℓ.
+        options: options with the normalisation and the scale of the loss.
+        only_counts: whether to count only the batches of the first step.
     """
 
     def __init__(
@@ -53,9 +55,9 @@ class LossCheck:
     ) -> None:
         self.likelihood, self.options, self._only_counts = likelihood, options, only_counts
         self.targets: Tensor | None = None
-        """Of the next batch, for likelihoods that take them."""
+        """Targets of the next batch, for likelihoods that need them."""
         self.scale: float | None = None
-        """What a gradient scaler multiplies the loss with; None if that is not known."""
+        """Factor of a gradient scaler on the loss; None if it is not known."""
         self._first: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._num_outputs = 0
         self._gradients: list[tuple[int, int]] = []
@@ -117,17 +119,17 @@ def warn_of_another_loss(
 ) -> None:
     """Warn, with the likely cause, unless ∂loss/∂f = scale · Σ ∇ℓ / count.
 
-    The count is that of the examples, or with mean_over="terms" of the loss terms.
+    The count is the number of examples, or with mean_over="terms" of loss terms.
 
     Args:
         loss: a function of ``f``, with its graph.
         f: outputs (N, ..., C), with their graph.
-        y: targets that the likelihood takes.
-        likelihood: says ℓ.
-        options: say what the loss is a mean over, and its scale.
+        y: targets of the likelihood.
+        likelihood: likelihood with the loss ℓ.
+        options: options with the normalisation and the scale of the loss.
 
     Raises:
-        ValueError: targets that do not fit the outputs.
+        ValueError: targets do not fit the outputs.
     """
     (gradient,) = torch.autograd.grad(loss.sum(), f, retain_graph=True, allow_unused=True)
     if gradient is not None:
@@ -143,9 +145,9 @@ def warn_of_another_gradient(
     *,
     may_be_scaled: bool = False,
 ) -> None:
-    """As `warn_of_another_loss`, of a gradient ∂loss/∂f, which a gradient scaler may have scaled.
+    """Like `warn_of_another_loss`, for a gradient ∂loss/∂f that a gradient scaler may have scaled.
 
-    Such scalers multiply by a power of two, at first 2¹⁶.
+    Such scalers multiply by a power of two, initially 2¹⁶.
     """
     check_targets(f, y, likelihood, may_ignore=True)
     scale, is_mean_over_terms = options.loss_scale, options.mean_over == "terms"

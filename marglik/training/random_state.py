@@ -1,4 +1,4 @@
-"""The state of all random generators that training may draw from, on each rank."""
+"""Save and restore the state of all random generators that training may use, on each rank."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from marglik.loaders import generators_of
 
 
 def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
-    """The states of torch's, numpy's and Python's generators, and of ``generators``: plain data.
+    """Return the states of torch's, numpy's and Python's generators, and of ``generators``.
 
-    Of CUDA devices that of the current one alone; others belong to other processes.
+    For CUDA, only the state of the current device; other devices belong to other processes.
     """
     kind, keys, position, has_normal, normal = np.random.get_state()
     return {
@@ -30,7 +30,7 @@ def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
-    """Restore what `random_state` returned; without a CUDA device, all but that device's."""
+    """Restore a result of `random_state`; without a CUDA device, all but its state."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
@@ -43,10 +43,10 @@ def set_random_state(state: dict[str, Any], generators: Sequence[torch.Generator
 
 @contextmanager
 def random_numbers_restored(*loaders: Any) -> Iterator[None]:
-    """A context that leaves all generators, also those of ``loaders``, as they were.
+    """Context manager that restores all generators on exit, also the generators of ``loaders``.
 
-    So a loader that shuffles with a generator of its own has the same order in each such context,
-    also after a resume. Others draw their order from torch's, which the training moves on.
+    A loader that shuffles with its own generator therefore has the same order in each such context,
+    also after a resume. Other loaders use torch's generator, which the training advances.
     """
     generators = generators_of(*loaders)
     before = random_state(generators)
@@ -58,7 +58,7 @@ def random_numbers_restored(*loaders: Any) -> Iterator[None]:
 
 @contextmanager
 def seeded_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
-    """A context in which torch's random numbers begin at a seed; before and after, they go on."""
+    """Context manager that seeds torch's random numbers and restores their state on exit."""
     device = next(model.parameters()).device
     with forked_random_numbers(model):
         # Not torch.manual_seed, which keeps a stack trace for each kind of device that has not been
@@ -72,12 +72,12 @@ def seeded_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
 
 @contextmanager
 def own_random_numbers(ranks: Ranks) -> Iterator[None]:
-    """A context in which torch, numpy and Python draw other random numbers on each rank.
+    """Context manager in which torch, numpy and Python draw different random numbers on each rank.
 
-    Otherwise dropout and augmentation would do the same to the examples of all ranks. The seeds are
-    derived from the state that all ranks have in common, and that state is restored afterwards. So
-    a checkpoint between two such contexts has one state, which holds for any number of ranks. The
-    same seed and number of ranks give the same numbers.
+    Otherwise dropout and augmentation would be the same for the examples of all ranks. The seeds
+    are derived from the state that all ranks share, and this state is restored afterwards. A
+    checkpoint between two such contexts therefore has one state, which is valid for any number of
+    ranks. The same seed and number of ranks give the same numbers.
     """
     if ranks.size == 1:
         yield

@@ -1,12 +1,13 @@
-"""What an update of the prior sees: all data or a sample, by exact vectors or by random ones.
+"""The data of an update: all data or a sample, with exact vectors or random ones.
 
-Updates see a sample, so that they cost a tenth of the steps between them. A of M examples is an
-unbiased mean and (N/M) · B an unbiased sum: the evidence of a sample is an estimate of all data's.
-Directions that M rows do not reach are lost: where a network determines nearly as many, samples are
-larger (`examples_for_gamma`). What default updates change beside exact ones of all data is measured
-in `experiments.weight_decay.sampled_updates`: decays by a factor of 1.02 to 1.64 (median over
-tensors; fewer updates count in it, too), the test NLL by -.009 to +.016, and not upwards by more
-than two standard errors.
+Updates use a sample, so that they cost a tenth of the steps between them. A of M examples is an
+unbiased mean, and (N/M) · B an unbiased sum. The evidence of a sample is therefore an estimate of
+the evidence of all data. Directions outside the span of the M rows are lost. If a network has
+nearly as many effective parameters, the samples are larger (`examples_for_gamma`).
+`experiments.weight_decay.sampled_updates` compares default updates with exact updates of all data.
+Weight decays differ by a factor of 1.02 to 1.64 (median over tensors; this includes the effect of
+fewer updates). The test NLL differs by -.009 to +.016, and is nowhere higher by more than two
+standard errors.
 """
 
 import math
@@ -30,39 +31,41 @@ if TYPE_CHECKING:
     from marglik.training.state import LearnerOptions, LearnerState, Problem
 
 SHARE = 0.1
-"""Of the cost of the steps since the last update, in passes over one example."""
+"""Cost of an update as a share of the steps since the last update, in passes over one example."""
 FEWEST = 256
-"""Examples of a sample, at least."""
+"""Minimum number of examples in a sample."""
 BATCH_SIZE = 256
-"""Examples of its batches: large ones take a fraction of the time of many small ones."""
+"""Number of examples in its batches. Large batches take a fraction of the time of many small
+ones."""
 LARGEST_GAMMA = 0.1
-"""Of the directions of a weight that a sample can show: γ, the number of those that the data
-determines, may be this share of them. With 0.8 (400 rows, γ = 3,200 of a head with ten
-outputs) the head's decay was .6 of that of all data, and the NLL 0.06 higher; with 0.2 it was 0.01
-higher (4,000 images of CIFAR-10)."""
+"""Largest ratio of a weight's effective parameters γ to the rank that the sample can have. With 0.8
+(400 rows, γ = 3,200 of a head with ten outputs) the head's weight decay was .6 of its value with
+all data, and the NLL 0.06 higher. With 0.2 the NLL was 0.01 higher (4,000 images of CIFAR-10)."""
 FEW_VECTORS = 3_000
-"""Backward passes of one example each, of a last update that takes no time to speak of."""
+"""Number of backward passes of one example for which a last update takes negligible time."""
 
 
 class CurvaturePlan(NamedTuple):
-    """What the curvature pass of an update sees."""
+    """The data and the Fisher of an update's curvature pass."""
 
     num_examples: int
-    """M; a random sample of the N examples if it is smaller."""
+    """M; if it is smaller than N, the pass uses a random sample."""
     fisher: str
-    """The one asked for, or "random_signs" in place of "exact"."""
+    """The requested Fisher, or "random_signs" instead of "exact"."""
 
 
 def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> CurvaturePlan:
-    """What an update that follows now sees.
+    """Return the plan of an update that follows now.
 
-    In passes over one example: a training step is a forward pass and a backward pass of twice its
-    cost; an exact pass is a forward pass and V backward passes. Updates estimate the curvature by
-    one random vector for each example where exact passes would take longer than the training.
+    Costs are counted in passes over one example. A training step is a forward pass and a backward
+    pass of twice its cost. An exact pass is a forward pass and V backward passes. If exact passes
+    would take longer than the training, updates estimate the curvature with one random vector per
+    example.
 
-    The last update is exact and sees all data unless that alone would take longer than a tenth of
-    the training. Then it is such an estimate, of all data if that is short enough: closer in
-    predictions and evidence than a sample's exact curvature.
+    The last update is exact and uses all data, unless this alone would take longer than a tenth of
+    the training. Otherwise it is an estimate with random vectors, from all data if this is short
+    enough. Its predictions and evidence are closer to the exact ones than with a sample's exact
+    curvature.
     """
     options, schedule = problem.options, problem.options.schedule
     fisher, N, V = options.curvature.fisher, problem.num_data, problem.vectors
@@ -90,7 +93,7 @@ def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> 
 
 
 def takes_all(options: "LearnerOptions") -> bool:
-    """Whether all updates pass over all data, in the loader's batches, as the curvature says."""
+    """Whether all updates pass over all data in the loader's batches."""
     # With keep="best", noise would choose among the evidences. Jacobians cost the same for random
     # vectors.
     is_for_samples = options.curvature_from == "auto" and options.hessian_structure == "kron"
@@ -100,10 +103,10 @@ def takes_all(options: "LearnerOptions") -> bool:
 def pass_of_update(
     problem: "Problem", state: "LearnerState", plan: CurvaturePlan, is_last: bool
 ) -> tuple[CurvatureOptions, Iterable[Any]]:
-    """The options and the batches of a plan.
+    """Return the options and the batches of a plan.
 
-    Of a plain DataLoader these are large batches, see `sampled`, unless ``curvature_from`` and
-    ``keep`` ask for the loader's own.
+    For a plain DataLoader these are large batches, see `sampled`, unless ``curvature_from`` and
+    ``keep`` require the loader's own batches.
     """
     curvature, number, N = problem.options.curvature, plan.num_examples, problem.num_data
     if plan.fisher != curvature.fisher:
@@ -116,9 +119,9 @@ def pass_of_update(
 
 
 def sample_size(num_data: int, num_seen: float, vectors: int) -> int:
-    """M, the number of examples of an update; N if that is all.
+    """Return M, the number of examples of an update; N for all data.
 
-    By counts and not by clocks, since a run must repeat to the bit.
+    It uses counts instead of clocks, so that a run can be repeated exactly.
 
     Args:
         num_data: N.
@@ -129,16 +132,16 @@ def sample_size(num_data: int, num_seen: float, vectors: int) -> int:
 
 
 def examples_for_gamma(posterior: Posterior, gamma: Mapping[str, float]) -> int:
-    """The M at which γ of each weight is at most `LARGEST_GAMMA` of what M examples can show.
+    """Return M for which γ of each weight is at most `LARGEST_GAMMA` of the sample's rank.
 
-    Under reduce with one vector for each loss term both factors have a rank of M terms at most, and
-    with it the block has at most M · min(d_out, d_in) directions, in each group of a grouped layer.
-    Where γ comes near that, samples underrate γ and with it the decay. Under expand, or with more
-    vectors, an example shows more, and M is larger than it need be.
+    Under reduce with one vector for each loss term both factors have a rank of at most M terms. The
+    block then has at most M · min(d_out, d_in) directions, in each group of a grouped layer. If γ
+    is close to this number, samples underestimate γ and with it the weight decay. Under expand, or
+    with more vectors, an example contributes more directions, and M is larger than necessary.
 
     Args:
-        posterior: fitted.
-        gamma: by the name of each tensor.
+        posterior: a fitted posterior.
+        gamma: γ by the name of each tensor.
     """
     factors = posterior.factors
     if factors is None:
@@ -161,21 +164,21 @@ def sampled(
     seed: int,
     limit: int | None = None,
 ) -> Iterable[Any]:
-    """Batches of about ``number`` random examples of a loader's, without replacement.
+    """Return batches of about ``number`` random examples of a loader, without replacement.
 
-    The loader's iterator, which a training loop may be using, is not touched, nor are the random
-    numbers that it would draw.
+    The loader's iterator, which a training loop may be using, and its random numbers are not
+    changed.
 
     Args:
-        loader: a loader with a method ``sample``, as `marglik.data.Batches`; a plain DataLoader of
-            a map-style dataset, of whose sampler's examples these are some, collated anew; or any
-            other with a length, of which these are whole batches. Data without a length is returned
-            as it is, and so is the latter if all of it is asked for. Of `EpochBatches` the function
-            is applied to these batches.
+        loader: a loader with a method ``sample``, such as `marglik.data.Batches`; a plain
+            DataLoader of a map-style dataset, from whose sampler some examples are drawn and
+            collated again; or any other loader with a length, from which whole batches are drawn.
+            Data without a length is returned unchanged, and so is such a loader if all of it is
+            requested. For `EpochBatches` the function is applied to these batches.
         number: M, of all ranks together.
         num_data: N, of all ranks together.
         ranks: each samples its own shard.
-        seed: of the choice; the same on all ranks.
+        seed: seed of the choice; the same on all ranks.
         limit: number of the loader's batches in an epoch; None if an epoch reads all.
     """
     if isinstance(loader, EpochBatches):

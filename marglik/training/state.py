@@ -1,4 +1,4 @@
-"""`Problem`, what the learner of weight decays is about; `LearnerState`, what it has come to."""
+"""`Problem`, the task of a learner, and `LearnerState`, its learned values."""
 
 import logging
 import math
@@ -52,37 +52,39 @@ from marglik.training.schedule import CurvatureFrom, Schedule
 _logger = logging.getLogger(__name__)
 
 NEW_RATE = 1.25
-"""The factor between two learning rates that are not the same."""
+"""Ratio of two learning rates above which they count as different."""
 
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    """How the decays are learned.
+    """Options of the learner.
 
     Args:
-        likelihood: of the loss.
+        likelihood: likelihood of the loss.
         curvature: all options of the curvature pass.
-        schedule: when updates happen, and what is averaged.
-        policy: in what training departs from plain evidence.
+        schedule: schedule of the updates, and choice of the average.
+        policy: rules that go beyond the evidence.
         weight_decay: initial weight decay of all groups.
         structure: the groups of parameters that share a weight decay, see `PriorGroups.from_model`.
         method: "adam" or "mackay".
         lr: Adam's step size on the logarithm of the precision.
         temperature: T; the likelihood is raised to the power 1/T.
-        sigma_noise: σ of regression, held fixed. None learns it, from 0.1, or is 1 where nothing
-            is learned, as with updates=0.
-        learn_sigma_noise: True learns σ from ``sigma_noise``; False fixes it, at 1 if it is None.
+        sigma_noise: fixed σ of regression. None learns it, starting from 0.1, or fixes it at 1 if
+            nothing is learned, as with updates=0.
+        learn_sigma_noise: True learns σ, starting from ``sigma_noise``; False fixes it, at 1 if
+            ``sigma_noise`` is None.
         mean_over: "examples" if the loss is a mean over examples, as for a classifier; "terms" if
             it is a mean over all loss terms, as for a language model.
-        loss_scale: factor by which the loss of an example, or of a term, exceeds −log p(y|f) at
-            σ = 1. For ``F.mse_loss`` of C outputs it is 2/C, as −log p is ½‖y − f‖².
-        curvature_from: "pass" makes the pass of each update as ``curvature`` says, over all data;
-            "auto" may take a sample and random signs, see `marglik.training.samples`.
-        hessian_structure: of the curvature, "kron", or from Jacobians "full", "diag" or "lowrank",
-            as of `Posterior`, by passes over all data as ``curvature`` says.
+        loss_scale: factor between the loss of an example, or of a term, and −log p(y|f) at σ = 1.
+            For ``F.mse_loss`` of C outputs it is 2/C, because −log p is ½‖y − f‖².
+        curvature_from: "pass" uses all data in each update, with the options of ``curvature``;
+            "auto" may use a sample and random signs, see `marglik.training.samples`.
+        hessian_structure: structure of the curvature: "kron", or, from Jacobians, "full", "diag" or
+            "lowrank", as for `Posterior`, by passes over all data with the options of
+            ``curvature``.
 
     Raises:
-        ValueError: a value that is not supported.
+        ValueError: a value is not supported.
     """
 
     likelihood: Likelihood
@@ -134,10 +136,10 @@ class LearnerOptions:
         policy: DecayPolicy,
         options: Mapping[str, Any],
     ) -> "LearnerOptions":
-        """These, with single fields, also of the objects inside, from ``options``.
+        """Return these options with single fields from ``options``, also of the inner objects.
 
         Raises:
-            TypeError: a name that is a field of none of them.
+            TypeError: a name is not a field of any of them.
         """
         inside: dict[str, Any] = {"schedule": schedule, "policy": policy, "curvature": curvature}
         own = [f.name for f in fields(cls) if f.name not in ("likelihood", *inside)]
@@ -167,52 +169,53 @@ class LearnerOptions:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The trainable tensors that one optimiser steps."""
+    """The trainable tensors of one optimiser."""
 
     index: int
-    """The optimiser's place in the list."""
+    """Index of the optimiser in the list."""
     optimizer: torch.optim.Optimizer
     tensors: list[int]
-    """The place of each tensor among all trainable ones, in ``parameters()`` order."""
+    """Index of each tensor among all trainable tensors, in ``parameters()`` order."""
     names: list[str]
     parameters: list[nn.Parameter]
     padding: dict[int, int] = field(default_factory=dict)
-    """Number of a parameter -> its row that is a constant, and so has no decay."""
+    """Index of a parameter -> its constant row, which has no weight decay."""
 
 
 @dataclass(eq=False)
 class Problem:
-    """A network, its data and its optimisers, and how its decays are learned."""
+    """A network, its data, its optimisers, and the options of the learner."""
 
     options: LearnerOptions
     model: nn.Module
     named: dict[str, nn.Parameter]
     """The trainable tensors, by name."""
     parts: list[Part]
-    """One for each optimiser, in the order of their steps: the last one's are counted."""
+    """One part per optimiser, in the order of their steps; the steps of the last one are
+    counted."""
     loader: Loader
     """The data of the curvature passes."""
     ranks: Ranks
     num_data: int
     """N, the number of examples of all ranks."""
     steps_per_epoch: int | None = None
-    """Steps of the last optimiser in an epoch, where hooks count them."""
+    """Steps of the last optimiser in an epoch, if hooks count them."""
     has_rounds: bool = False
-    """Whether hooks count the steps of a stream, whose epochs are then rounds of some steps."""
+    """Whether hooks count the steps of a stream, whose epochs are rounds of steps."""
     examples_per_epoch: int = 0
-    """Of all ranks: N, or of a round."""
+    """Number of examples of all ranks in an epoch: N, or the examples of a round."""
     replayed: Mapping[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
-    """The decays of another training by epoch, see `PriorLearner.replay`."""
+    """Weight decays of another training by epoch, see `PriorLearner.replay`."""
     progress: bool = False
-    """Whether passes over the data show a bar."""
+    """Whether passes over the data show a progress bar."""
     terms_per_example: float = 1.0
-    """Loss terms per example, where the loss is a mean over terms."""
+    """Loss terms per example, if the loss is a mean over terms."""
     held_out: Iterable[Any] | None = None
-    """Batches that the network is not trained on, where the share of wrong labels is learned."""
+    """Held-out batches, from which the share of wrong labels is learned."""
     first_loss: float = 0.0
     """The loss per example, of all ranks' first batches at the start."""
     vectors: int = 1
-    """Backward passes per example of a pass as the curvature's options say."""
+    """Backward passes per example of a pass with the curvature's options."""
 
     @classmethod
     def of(
@@ -225,7 +228,7 @@ class Problem:
         steps_per_epoch: int | None,
         held_out: Iterable[Any] | None,
     ) -> "Problem":
-        """What `PriorLearner.start` is given, checked, with its examples counted; collective."""
+        """Check the arguments of `PriorLearner.start` and count the examples; collective."""
         check_module(model)
         if options.hessian_structure != "kron":
             check_whole(model, f"hessian_structure {options.hessian_structure!r}")
@@ -241,7 +244,7 @@ class Problem:
         return problem
 
     def initial_hyperparameters(self) -> Hyperparameters:
-        """The hyperparameters that learning begins with."""
+        """The initial hyperparameters."""
         options = self.options
         sigma, learns = options.sigma_noise, options.learn_sigma_noise
         if learns is None:
@@ -265,7 +268,7 @@ class Problem:
         ranges: Mapping[str, float],
         names: list[str],
     ) -> None:
-        """Take the decays and ranges of a training of parameters with these names.
+        """Use the weight decays and ranges of a training of parameters with these names.
 
         Raises:
             ValueError: this network has other parameters.
@@ -281,7 +284,7 @@ class Problem:
             set_ranges(self.model, ranges)
 
     def check_trainable(self) -> None:
-        """Raise a ValueError if other parameters are trained than at the start."""
+        """Raise a ValueError if other parameters are trainable than at the start."""
         trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
         if changed := sorted(trainable ^ self.named.keys()):
             raise ValueError(
@@ -297,18 +300,18 @@ class Problem:
 
     @cached_property
     def averages(self) -> bool:
-        """Whether the parameters are averaged: where an epoch is a single step, there is no noise.
+        """Whether the parameters are averaged, which needs several steps per epoch.
 
-        An average of steps without noise lags behind the last one.
+        If an epoch is a single step, there is no noise, and an average would only lag behind.
         """
         num_batches, of_step = length(self.loader), getattr(self.loader, "batches_per_step", 1)
         num_steps = self.steps_per_epoch or (num_batches and math.ceil(num_batches / of_step))
         return self.options.schedule.averages and num_steps != 1
 
     def has_new_rate(self, state: "LearnerState") -> bool:
-        """Whether an update is due since the learning rate is another than at the last one.
+        """Whether an update is due because the learning rate has changed since the last update.
 
-        Where the end is known, updates are frequent enough.
+        If the end is known, updates are frequent enough without this rule.
         """
         schedule, rates = self.options.schedule, sorted((state.measures.rate, self.rate))
         is_open = schedule.epochs is None or state.epoch > schedule.epochs
@@ -316,7 +319,7 @@ class Problem:
         return may_update and rates[1] > NEW_RATE * rates[0]
 
     def may_rest(self, state: "LearnerState") -> bool:
-        """Whether updates may be left out: they have a budget, and learn weight decays alone."""
+        """Whether updates may be skipped: they have a budget and learn only weight decays."""
         schedule = self.options.schedule
         # Held-out labels say what the share of wrong labels is, and not updates.
         learns_more = state.hyperparameters.learn_sigma_noise or self.learned_by_evidence
@@ -326,7 +329,7 @@ class Problem:
 
     @cached_property
     def learned_by_evidence(self) -> dict[str, Any]:
-        """The likelihood's parameters that the evidence learns, with their first values."""
+        """Parameters of the likelihood that the evidence learns, with their initial values."""
         if not self.options.learns or self.learns_label_noise:
             return {}
         return self.options.likelihood.to_learn()
@@ -339,11 +342,11 @@ class Problem:
 
     @property
     def corrects_decays(self) -> bool:
-        """Whether held-out labels correct the decays, see `marglik.training.held_out`."""
+        """Whether held-out labels correct the weight decays, see `marglik.training.held_out`."""
         return self.options.policy.uses_held_out and self.options.learns
 
     def check_corrections(self) -> None:
-        """Raise a ValueError if held-out labels shall correct the decays, and cannot."""
+        """Raise a ValueError if held-out labels should correct the weight decays but cannot."""
         options, lacks = self.options, None
         if options.likelihood.name not in ("classification", "noisy_classification"):
             lacks = f"a classifier, not likelihood '{options.likelihood}'"
@@ -365,18 +368,18 @@ class Problem:
         sums_terms: bool,
         loss: Callable[[Any, Any], Tensor] | None,
     ) -> Any:
-        """Count the loss terms per example, which a mean over terms divides the prior by.
+        """Count the loss terms per example, by which a mean over terms divides the prior.
 
-        Reads the first batch: its targets and outputs also tell the cost of an exact pass. With
-        mean_over="terms" it reads all targets, since already the first step needs their number.
+        It reads the first batch, whose targets and outputs also determine the cost of an exact
+        pass. With mean_over="terms" it reads all targets, because the first step already needs
+        their number.
 
         Returns:
             The first batch.
 
         Raises:
-            TypeError, ValueError: targets that do not fit the outputs; several terms per example of
-                a loss that is a mean over examples, if ``sums_terms`` does not say that it sums
-                them.
+            TypeError, ValueError: targets do not fit the outputs, or examples have several terms in
+                a loss that is a mean over examples, without ``sums_terms``.
         """
         options = self.options
         task, terms, examples, first = Task(likelihood, options.curvature), 0, 0, None
@@ -449,7 +452,7 @@ class Problem:
         vars(self).pop("averages", None)  # which depends on the number of steps
 
     def identity(self, hyperparameters: Hyperparameters) -> dict[str, Any]:
-        """What must agree for a state to be continued; the number of epochs may change."""
+        """Values that must agree to continue from a state; the number of epochs may change."""
         options, hyper = self.options, hyperparameters
         return {
             "groups": list(hyper.groups.names),
@@ -477,48 +480,49 @@ class Problem:
 
 @dataclass(eq=False)
 class LearnerState:
-    """What the learner has come to; saved and loaded by its fields, all but the last two."""
+    """The learned values. All fields but the last two are saved and loaded."""
 
     hyperparameters: Hyperparameters
     """δ of each group and σ."""
     likelihood: Likelihood
-    """With the numbers that it has come to."""
+    """The likelihood with its present parameters."""
     ranges: RangeLearner | None
-    """How the ranges of augmentations are learned; None where none is."""
+    """The learned ranges of augmentations; None without."""
     averages: list[WeightAverage]
     """The average of each optimiser's parameters over its steps so far."""
     steps: list[int]
     """Number of steps of each optimiser."""
     measures: Measures
-    """What the policy of decays has measured."""
+    """Measurements of the policy."""
     decays: list[float] = field(default_factory=list)
     """The weight decay of each tensor in the steps."""
     gradient_scale: float = 1.0
-    """How many times the loop's loss is the mean over examples of −log p/σ² plus the penalty."""
+    """Ratio of the loop's loss to the mean over examples of −log p/σ² plus the penalty."""
     epoch: int = 0
     """Number of epochs that have ended."""
     kept_epoch: int = 0
-    """The epoch that the final parameters are of."""
+    """The epoch of the final parameters."""
     steps_at_update: int | None = None
     """Number of steps before the latest update, if it was made at the present parameters."""
     evidences: list[float] = field(default_factory=list)
     """The evidence (nats) after each update."""
     kfac_approx: Any = None
-    """The layers' modes in the latest update, which decides for the following samples."""
+    """The modes of the layers in the latest update, which later samples use."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """Epoch and training loss per example of each update."""
     evidences_of_steps: list[float] = field(default_factory=list)
     """The evidence (nats) before each hyperparameter step."""
     best: dict[str, Any] | None = None
-    """The update of the highest evidence, with keep="best"."""
+    """The update with the highest evidence, with keep="best"."""
     shown_noise: list[float] = field(default_factory=list)
-    """The ε that held-out labels, or else those of training, show after each epoch of a look."""
+    """The estimate of ε after each epoch, from held-out labels or else from training labels."""
     decay_history: dict[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
-    """Epoch -> δ of each tensor, σ and likelihood from its end on; see `PriorLearner.replay`."""
+    """Epoch -> δ of each tensor, σ and likelihood after its end; see `PriorLearner.replay`."""
     record: dict[str, Any] = field(default_factory=dict)
-    """What `update_prior` recorded in the latest update, or fit without one, with its seconds."""
+    """Record of `update_prior` in the latest update, or of a fit without update, with its
+    seconds."""
     posterior: Posterior | None = None
-    """Of the latest update; not saved, since `finish` fits another."""
+    """Posterior of the latest update; not saved, because `finish` fits another one."""
 
     @property
     def has_average(self) -> bool:
@@ -529,7 +533,7 @@ class LearnerState:
     def initial(
         cls, problem: Problem, hyperparameters: Hyperparameters, likelihood: Likelihood
     ) -> "LearnerState":
-        """Nothing learned yet."""
+        """Return the state before any learning."""
         modules = problem.model.modules()
         learned = [m for m in modules if isinstance(m, LearnedAugmentation) and m.learns]
         return cls(
@@ -542,9 +546,9 @@ class LearnerState:
         )
 
     def posterior_is_current(self, problem: Problem) -> bool:
-        """Whether the posterior is of the present parameters; collective.
+        """Whether the posterior belongs to the present parameters; collective.
 
-        They are compared by value, as the loop may have loaded others since.
+        The parameters are compared by value, because the loop may have loaded others.
         """
         vector, posterior = parameter_vector(local_parts(problem.named.values())), self.posterior
         is_current = posterior is not None and torch.equal(vector, posterior.mean)
@@ -552,7 +556,7 @@ class LearnerState:
         return not problem.ranks.any(not is_current, vector.device)
 
     def set_decays(self, problem: Problem) -> None:
-        """Compute what the steps read, once per update; remembered for `PriorLearner.replay`."""
+        """Compute the weight decays of the steps, once per update, and store them for `replay`."""
         options, hyper = problem.options, self.hyperparameters
         # σ², since the loop's loss has no noise; 1/R where it averages over R terms, too.
         sigma = hyper.sigma_noise
@@ -564,7 +568,7 @@ class LearnerState:
         self.decay_history[self.epoch] = (delta, sigma, str(self.likelihood))
 
     def state_dict(self, problem: Problem) -> dict[str, Any]:
-        """Plain data and tensors, by the names of the fields; and what they are the state of."""
+        """Return plain data and tensors by field name, with the identity of the problem."""
         fields_saved = {name: _to_plain(getattr(self, name)) for name in SAVED}
         ranks = problem.ranks
         part = part_of_ranks(problem.named.values(), ranks.rank, ranks.size, self.steps[-1])
@@ -572,16 +576,16 @@ class LearnerState:
         return {"identity": identity, "part": part} | fields_saved
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what `PriorLearner.state_dict` returned, which `check_saved` has checked.
+        """Load a result of `PriorLearner.state_dict`, checked by `check_saved`.
 
         Raises:
-            ValueError: a state whose numbers were cast.
+            ValueError: the tensors of the state were cast.
         """
         for name in SAVED:
             setattr(self, name, _from_plain(getattr(self, name), saved[name]))
 
     def take_replayed_decays(self, problem: Problem) -> None:
-        """Take the decays that another training had from this epoch on, if it changed them then."""
+        """Take the weight decays that another training had from this epoch on."""
         if self.epoch in problem.replayed:
             delta, sigma, likelihood = problem.replayed[self.epoch]
             self.likelihood = likelihood_of(likelihood)
@@ -589,7 +593,7 @@ class LearnerState:
             self.set_decays(problem)
 
     def remember_if_best(self, model: nn.Module) -> None:
-        """Keep the network and what was learned, if no update has had a higher evidence."""
+        """Store the network and the learned values if no update had a higher evidence."""
         hyper, value = self.hyperparameters, self.evidences[-1]
         if self.best is None or value > self.best["evidence"]:
             self.best = {
@@ -602,7 +606,7 @@ class LearnerState:
             }
 
     def go_back_to_best(self, model: nn.Module) -> bool:
-        """Give the network back what it was at the best update; False if the last one is that."""
+        """Restore the network of the best update; return False if this is the last update."""
         best = self.best
         if best is None or best["evidence"] <= self.evidences[-1]:
             return False
@@ -613,7 +617,7 @@ class LearnerState:
         return True
 
     def numbers_to_log(self, model: nn.Module) -> dict[str, float]:
-        """The numbers of the latest update, by name; its record gets the ranges."""
+        """Numbers of the latest update, by name; adds the ranges to its record."""
         record, ranges = self.record, {} if self.ranges is None else ranges_of(model)
         numbers = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
         numbers |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
@@ -630,9 +634,9 @@ class LearnerState:
 
     @contextmanager
     def unchanged_by_errors(self, model: nn.Module, *, parameters: bool = False) -> Iterator[None]:
-        """A context after which an error, as of the data, has left the state as it was.
+        """Context manager that restores the state after an error.
 
-        With ``parameters`` also the network's parameters and buffers, which are copied.
+        With ``parameters`` it also copies and restores the network's parameters and buffers.
         """
         before = {k: copy(v) if isinstance(v, list | dict) else v for k, v in vars(self).items()}
         measures = copy(self.measures)
@@ -661,10 +665,10 @@ SAVED = [field.name for field in fields(LearnerState)][:-2]
 def check_saved(
     saved: Mapping[str, Any] | None, problem: Problem, hyperparameters: Hyperparameters
 ) -> dict[str, Any]:
-    """What all ranks must have in common to go on from their states, or to start without one.
+    """Return the values that all ranks must share to continue, or to start without a state.
 
     Raises:
-        ValueError: a state of another problem, or the part of another rank.
+        ValueError: the state belongs to another problem, or to another rank.
     """
     ours = problem.identity(hyperparameters)
     common = ours | {"the number of epochs": problem.options.schedule.epochs}
@@ -713,11 +717,11 @@ def _from_plain(value: Any, saved: Any) -> Any:
 def optimizers_of(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> list[torch.optim.Optimizer]:
-    """The optimisers that take the steps, without wrappers such as Fabric's and Accelerate's.
+    """Return the optimisers that make the steps, without wrappers such as Fabric's.
 
     Raises:
-        TypeError: what is no optimiser of torch.
-        ValueError: L-BFGS.
+        TypeError: an object is not an optimiser of torch.
+        ValueError: an optimiser is L-BFGS.
     """
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for index, inner in enumerate(optimizers):
@@ -739,7 +743,7 @@ def optimizers_of(
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError for options with which the prior's gradient would act otherwise."""
+    """Raise a ValueError for optimiser options with which the prior's gradient would be wrong."""
     for group in optimizer.param_groups:
         if group.get("weight_decay"):
             raise ValueError(
@@ -756,10 +760,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def parts_of(
     optimizers: Sequence[torch.optim.Optimizer], named: Mapping[str, nn.Parameter]
 ) -> list[Part]:
-    """The tensors of each optimiser that holds some of ``named``; each belongs to the first.
+    """Return the tensors in ``named`` of each optimiser; each tensor belongs to the first one.
 
     Raises:
-        ValueError: an optimiser with a weight decay of its own, or a parameter that none holds.
+        ValueError: an optimiser has its own weight decay, or no optimiser has a parameter.
     """
     owners: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
