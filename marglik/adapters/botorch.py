@@ -1,4 +1,4 @@
-"""A network's Laplace posterior as a model of BoTorch, for Bayesian optimisation.
+"""A network's Laplace posterior as a BoTorch model, for Bayesian optimisation.
 
 ```python
 model = LaplaceModel(posterior)  # a fitted marglik.Posterior of a regression
@@ -6,8 +6,8 @@ acquisition = qLogExpectedImprovement(model, best_f=y.max())
 candidate, value = optimize_acqf(acquisition, bounds, q=1, num_restarts=8, raw_samples=64)
 ```
 
-Needs `pip install 'marglik[adapters]'`. BoTorch maximises. It works best in float64, so the network
-should be in float64.
+Install it with `pip install 'marglik[adapters]'`. BoTorch maximises. It works best in float64, so
+use a network in float64.
 """
 
 from typing import Any
@@ -36,18 +36,18 @@ class LaplaceModel(Model):
     """The linearised network N(f(X), J(X) Σ J(X')ᵀ), jointly over q points, with gradients in X.
 
     Acquisition functions over several points, such as qLogNoisyExpectedImprovement, need the joint
-    covariance, and `optimize_acqf` its gradients. Posterior and network are constants: train and
-    fit again after new observations. Calibrations of the posterior are not used: covariances are
-    those of its prior and noise. Source: Kristiadi et al. 2023, "Promises and pitfalls of the
-    linearized Laplace in Bayesian optimization" (arXiv:2304.08309).
+    covariance, and `optimize_acqf` needs its gradients. Posterior and network are constants: train
+    and fit again after new observations. Calibrations of the posterior are not used; covariances
+    use its prior and noise. Source: Kristiadi et al. 2023, "Promises and pitfalls of the linearized
+    Laplace in Bayesian optimization" (arXiv:2304.08309).
 
     Args:
         posterior: a fitted posterior of a regression with outputs (N, C).
-        output_indices: indices of the outputs that the model has; all if None.
+        output_indices: indices of the model's outputs; None selects all.
 
     Raises:
-        ValueError: another likelihood.
-        AttributeError: a posterior that is not fitted.
+        ValueError: the likelihood is not regression.
+        AttributeError: the posterior is not fitted.
     """
 
     def __init__(self, posterior: Posterior, output_indices: list[int] | None = None) -> None:
@@ -59,7 +59,7 @@ class LaplaceModel(Model):
             )
         posterior.fitted_curvature()
         self.laplace = posterior
-        """The posterior that predicts."""
+        """The posterior."""
         self._outputs = list(range(posterior.n_outputs))
         if output_indices is not None:
             self._outputs = [self._outputs[i] for i in output_indices]
@@ -75,7 +75,7 @@ class LaplaceModel(Model):
         return torch.Size()
 
     def subset_output(self, idcs: list[int]) -> "LaplaceModel":
-        """The model of some of the outputs."""
+        """Return the model of some of the outputs."""
         return LaplaceModel(self.laplace, [self._outputs[i] for i in idcs])
 
     def posterior(
@@ -86,15 +86,15 @@ class LaplaceModel(Model):
         posterior_transform: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """The joint distribution of the outputs (..., q, m) at points (..., q, d).
+        """Return the joint distribution of the outputs (..., q, m) at points (..., q, d).
 
         Args:
             X: the points.
-            output_indices: indices of the m outputs that are wanted; all if None.
+            output_indices: indices of the m outputs; None selects all.
             observation_noise: True adds σ² to the variances; a tensor adds its own variances, in a
                 shape that broadcasts to (..., q, m).
             posterior_transform: BoTorch's, such as a scalarisation of the outputs.
-            kwargs: ignored; BoTorch's interface has them.
+            kwargs: ignored; they belong to BoTorch's interface.
         """
         outputs = self._outputs
         if output_indices is not None:

@@ -1,8 +1,8 @@
-"""The batches of curvature passes, as a trainer's own steps give them to the network.
+"""Batches of curvature passes, with the inputs that a trainer's own steps pass to the network.
 
-A pass reads the trainer's present loader, as many batches as an epoch does. The trainer prepares
-each batch. Then its training step runs until it calls the network, and the pass takes the arguments
-of this call in place of the batch's inputs.
+A pass reads the trainer's present loader, as many batches as an epoch. The trainer prepares each
+batch. Then its training step runs until it calls the network, and the pass uses the arguments of
+this call instead of the batch's inputs.
 """
 
 import warnings
@@ -17,18 +17,18 @@ from kfac_backend.engine.batches import Arguments, SplitBatch, map_entries, spli
 from kfac_backend.engine.task import Task
 
 MOST_DEVIATIONS = 6.0
-"""Standard errors by which two batches of the same kind may differ in a mean."""
+"""Number of standard errors by which the means of two batches of the same kind may differ."""
 
 
 class StepInputs:
-    """Reads batches as the training step gives them to the network.
+    """Reads batches with the inputs that the training step passes to the network.
 
     Args:
         network: the network, a part of ``module`` or itself.
         module: the module that the trainer trains.
-        task: says which part of a batch the targets are.
-        prepare: moves and converts a batch as the trainer does; returns what the step takes, and
-            what holds the targets.
+        task: determines the targets of a batch.
+        prepare: moves and converts a batch like the trainer; returns the step's argument, and the
+            object with the targets.
         step: runs the training step with a prepared batch and its number.
     """
 
@@ -48,7 +48,7 @@ class StepInputs:
         self._handle: Any = None
 
     def read(self, batch: Any, number: int) -> SplitBatch:
-        """The network's inputs in a training step with this batch, and the targets."""
+        """Return the network's inputs in a training step with this batch, and the targets."""
         batch, labelled = self._prepare(batch)
         with self._as_in_training(), torch.no_grad():
             call = _arguments_of(self._network, lambda: self._step(batch, number))
@@ -66,7 +66,7 @@ class StepInputs:
         return args[0] if is_alone else Arguments({**dict(enumerate(args)), **kwargs})
 
     def split(self, labelled: Any) -> tuple[Any, Any]:
-        """A batch's own input and targets; numbers (N,) become (N, 1)."""
+        """Return a batch's own input and targets; numbers (N,) become (N, 1)."""
         x, y = split_batch(labelled, self._task.options)
         is_column = isinstance(y, Tensor) and y.dim() == 1 and not self._task.likelihood.has_labels
         return x, y[:, None] if is_column else y

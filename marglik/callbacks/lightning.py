@@ -39,34 +39,36 @@ with extra("lightning"):
 __all__ = ["MarginalLikelihood"]
 
 STEPS = "marglik_parameters_of_the_steps"
-"""Where a checkpoint has the module's state that training goes on from."""
+"""Key of the state in a checkpoint from which training continues."""
 
 
 class MarginalLikelihood(Callback):
     """Learns a weight decay per parameter tensor while Lightning's Trainer trains.
 
     After some epochs, and at the end, it updates the prior by the evidence on the training
-    dataloader, and logs the evidence and the new weight decays to the trainer's loggers. When the
-    training ends, the module holds the average of its parameters over the steps. The average so far
-    is what is validated, and what checkpoints that are written after a validation hold, so that
-    early stopping and the best checkpoint are of the average; training resumes from the parameters
-    of the steps, which they hold, too, with the callback's state. The module's optimiser must have
-    no weight decay.
-    ``gradient_clip_val`` clips the gradient of the data; the prior's is added after it. A warning
-    says if the loss of the first batch is not that of the likelihood.
+    dataloader. It logs the evidence and the new weight decays to the trainer's loggers. After the
+    training, the module has the average of its parameters over the steps.
+
+    Validation uses the average so far. Checkpoints after a validation store this average, so early
+    stopping and the best checkpoint refer to it. They also store the callback's state and the
+    parameters of the steps, from which training resumes.
+
+    The module's optimiser must have no weight decay. ``gradient_clip_val`` clips the gradient of
+    the data; the gradient of the prior is added afterwards. A warning appears if the loss of the
+    first batch differs from the likelihood's loss.
 
     Args:
         likelihood: likelihood of the module's loss: "classification", "regression" or "bernoulli".
         curvature: all options of the curvature pass.
-        network: the module's attribute that holds the network, "net" for ``self.net``; None if the
-            module itself returns logits. The dataloader's batches must be (x, y), or mappings.
-        held_out: batches that the network is not trained on, from which "noisy_classification"
-            learns the share of wrong labels; None looks for it in the training labels.
+        network: the module's attribute with the network, "net" for ``self.net``; None if the module
+            itself returns logits. The dataloader's batches must be (x, y), or mappings.
+        held_out: held-out batches, from which "noisy_classification" learns the share of wrong
+            labels; None estimates it from the training labels.
         options: further arguments of `PriorLearner`.
 
     Raises:
-        ValueError: an option that is not supported; when training starts, several optimisers, an
-            optimiser with a weight decay, or several training dataloaders.
+        ValueError: an option is not supported; or, when training starts, there are several
+            optimisers or training dataloaders, or the optimiser has a weight decay.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class MarginalLikelihood(Callback):
         **options: Any,
     ) -> None:
         self.learner = PriorLearner(likelihood, curvature, **options)
-        """Holds the hyperparameters and the evidences."""
+        """The learner with hyperparameters and evidences."""
         self._network, self._held_out = network, held_out
         self._inputs: StepInputs | None = None  # from the first batch of a training on
         self._is_restored = False  # a checkpoint had this callback's state
@@ -87,7 +89,7 @@ class MarginalLikelihood(Callback):
 
     @property
     def posterior(self) -> Posterior | None:
-        """The posterior of the latest update, finally that of the end; None before the first."""
+        """The posterior of the latest update, or after training the final one; None at first."""
         return self.learner.posterior
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -179,7 +181,7 @@ class MarginalLikelihood(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Give the network the parameters of the steps; before the first batch, start."""
+        """Set the network to the parameters of the steps; start before the first batch."""
         self._to_steps()
         is_first = self._inputs is None
         self._start(trainer, pl_module)
@@ -195,13 +197,13 @@ class MarginalLikelihood(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Check that the first batch has reached the network."""
+        """Check that the training step has called the network with the first batch."""
         assert self._inputs is not None
         self._inputs.check_called("the module itself" if self._network is None else self._network)
         self._log(trainer, self.learner.latest_numbers())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the network its average so far, until the next training batch."""
+        """Set the network to its average so far, until the next training batch."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._start(trainer, pl_module)
             self._to_steps()
@@ -231,7 +233,7 @@ class MarginalLikelihood(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the parameters of the steps where the network has their average."""
+        """Add the parameters of the steps if the network has their average."""
         if self._other:
             self._exchange()
             state = pl_module.state_dict()
@@ -241,7 +243,7 @@ class MarginalLikelihood(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on training from the parameters of the steps; all else takes the validated ones."""
+        """Load the parameters of the steps to continue training; otherwise the validated ones."""
         if trainer.state.fn == "fit" and STEPS in checkpoint:
             pl_module.load_state_dict(checkpoint[STEPS])
 
@@ -259,7 +261,7 @@ class MarginalLikelihood(Callback):
         self._is_restored = False
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the prior if an update is due, and log."""
+        """Update the prior if an update is due, and log it."""
         self._start(trainer, pl_module)  # resumed after the epoch's last batch
         is_averaged = bool(self._other)
         if is_averaged:
@@ -271,7 +273,7 @@ class MarginalLikelihood(Callback):
                 self._exchange()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the prior if the latest update was not at the final parameters, and log."""
+        """Update the prior unless the latest update was at the final parameters, and log it."""
         self._to_steps()
         self._start(trainer, pl_module)
         self._log(trainer, self.learner.finish())
@@ -298,7 +300,7 @@ class MarginalLikelihood(Callback):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for the trainer's checkpoints; empty before training has started."""
+        """Return the state for the trainer's checkpoints; empty before training has started."""
         return gathered_state(self.learner.state_dict())  # of a sharded network: collective
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -53,45 +53,48 @@ __all__ = ["MarginalLikelihood"]
 FOLDER = "marglik_prior"
 """Folder of the prior's state, in each checkpoint of the trainer."""
 MOST_LOGGED = 10
-"""Weight decays that are logged one by one; the trainer prints what it logs."""
+"""Maximum number of weight decays that are logged separately, because the trainer prints its
+log."""
 ROUNDING = 1e-6
-"""Tolerance of the trainer's epoch, a float that rounding may put above a whole number."""
+"""Tolerance of the trainer's epoch, a float that may exceed a whole number by rounding."""
 
 
 class MarginalLikelihood(TrainerCallback):
     """Learns a weight decay per parameter tensor while Hugging Face's Trainer trains.
 
-    After some epochs, and at the end, it updates the prior by the evidence on the training data,
-    and logs the evidence and the new weight decays through ``trainer.log``; of more than ten groups
-    the smallest, the median and the largest (``learner.state.record`` has all). Each checkpoint of
-    the trainer gets a folder with its state; checkpoints hold the parameters of the steps.
+    After some epochs, and at the end, it updates the prior by the evidence on the training data. It
+    logs the evidence and the new weight decays through ``trainer.log``. With more than ten groups
+    it logs the smallest, the median and the largest (``learner.state.record`` has all). Each
+    checkpoint of the trainer gets a folder with its state. Checkpoints contain the parameters of
+    the steps.
 
-    When the training ends, the model holds the average of its parameters over the steps. The
-    average so far is what is evaluated: early stopping is about it, and with
-    ``load_best_model_at_end`` the training ends with the one that was evaluated best.
+    After the training, the model has the average of its parameters over the steps. Evaluation uses
+    the average so far. Early stopping therefore refers to the average, and with
+    ``load_best_model_at_end`` the training ends with the average that had the best evaluation.
 
-    Processes that torchrun starts train together, under DistributedDataParallel or FSDP2. A
-    checkpoint may be resumed by another number of them. Each step must have all of its examples
+    Processes started by torchrun train together, under DistributedDataParallel or FSDP2. Another
+    number of processes may resume a checkpoint. Each step must be complete
     (``dataloader_drop_last``).
 
     ``TrainingArguments(weight_decay=0)``, the default, is required. Its ``max_grad_norm`` clips the
-    gradient of the data; the prior's is added after it. A warning says if the trainer's loss of the
-    first batch is not that of the likelihood, as with ``label_smoothing_factor``.
+    gradient of the data; the gradient of the prior is added afterwards. A warning appears if the
+    trainer's loss of the first batch differs from the likelihood's loss, as with
+    ``label_smoothing_factor``.
 
     Args:
-        trainer: the trainer, through which it logs.
+        trainer: the trainer, whose log is used.
         likelihood: likelihood of the model's loss: "classification" (also for language models),
             "regression" or "bernoulli".
-        curvature: all options of the curvature pass; for language models use fisher="mc" and
-            -100 as the label that does not count, see `TargetOptions` and docs/callbacks.md.
-        held_out: batches that the model is not trained on, from which "noisy_classification" learns
-            the share of wrong labels; None looks for it in the training labels. The trainer must
-            compute that likelihood's loss: `attached` makes it call `loss`.
+        curvature: all options of the curvature pass. For language models use fisher="mc" and
+            ignore_index=-100, see `TargetOptions` and docs/callbacks.md.
+        held_out: held-out batches, from which "noisy_classification" learns the share of wrong
+            labels; None estimates it from the training labels. The trainer must compute this
+            likelihood's loss; `attached` sets it to `loss`.
         options: further arguments of `PriorLearner`; for language models use mean_over="terms".
 
     Raises:
-        ValueError: an option that is not supported; when training starts, an optimiser with a
-            weight decay.
+        ValueError: an option is not supported; or, when training starts, the optimiser has a weight
+            decay.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class MarginalLikelihood(TrainerCallback):
         **options: Any,
     ) -> None:
         self.learner = PriorLearner(likelihood, curvature, **options)
-        """Holds the hyperparameters and the evidences."""
+        """The learner with hyperparameters and evidences."""
         self._trainer, self._held_out = trainer, held_out
         self._task = Task(self.learner.likelihood, curvature)
         self._inputs: StepInputs | None = None  # while it trains
@@ -120,7 +123,7 @@ class MarginalLikelihood(TrainerCallback):
         curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
         **options: Any,
     ) -> Self:
-        """Make the callback and add it to the trainer; returns the callback."""
+        """Create the callback, add it to the trainer and return it."""
         callback = cls(trainer, likelihood, curvature, **options)
         trainer.add_callback(callback)
         if callback.learner.likelihood.has_label_noise and trainer.compute_loss_func is None:
@@ -128,9 +131,9 @@ class MarginalLikelihood(TrainerCallback):
         return callback
 
     def loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        """The likelihood's loss (nats, a mean), which a trainer can take as ``compute_loss_func``.
+        """Return the likelihood's loss (nats, a mean), for a trainer's ``compute_loss_func``.
 
-        `attached` sets it where labels may be wrong, as the model computes another loss.
+        `attached` sets it if labels may be wrong, because the model computes another loss.
         """
         f, likelihood = logits_of(outputs), self.learner.likelihood
         labels = self._task.targets(None, {}, labels)  # of language models, shifted
@@ -154,17 +157,17 @@ class MarginalLikelihood(TrainerCallback):
 
     @property
     def posterior(self) -> Posterior | None:
-        """The posterior of the latest update, finally that of the end; None before the first."""
+        """The posterior of the latest update, or after training the final one; None at first."""
         return self.learner.posterior
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the data and make the hyperparameters; a resumed run restores them.
+        """Count the data and create the hyperparameters; a resumed run restores them.
 
         Raises:
-            NotImplementedError: with several processes, a dataloader that does not shard a dataset
-                with a length; FSDP1, or tensor parallelism.
-            ValueError: the state in ``output_dir`` was not saved with the model's parameters;
-                dataloaders that repeat examples to give each process the same number.
+            NotImplementedError: several processes whose dataloader does not shard a dataset with a
+                length; FSDP1, or tensor parallelism.
+            ValueError: the state in ``output_dir`` was not saved with the model's parameters, or
+                dataloaders repeat examples to give each process the same number.
         """
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         check_sharding(model)
@@ -231,15 +234,15 @@ class MarginalLikelihood(TrainerCallback):
         self._log(self.learner.latest_numbers())
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Update the prior if an update is due, and log."""
+        """Update the prior if an update is due, and log it."""
         # The trainer also calls this within an epoch, when the number of steps is reached: the
         # epoch is then a fraction.
         self._end_epoch(math.ceil((state.epoch or 0) - ROUNDING))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Update the prior if the parameters have changed since the latest update, and log.
+        """Update the prior if the parameters have changed since the latest update, and log it.
 
-        With ``load_best_model_at_end`` they are those that were evaluated best.
+        With ``load_best_model_at_end`` these are the parameters with the best evaluation.
         """
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best is not None:  # the trainer has loaded the parameters of that step
@@ -262,7 +265,7 @@ class MarginalLikelihood(TrainerCallback):
             self._trainer.log({f"prior/{name}": value for name, value in numbers.items()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the prior's state beside the trainer's: whole, also of a sharded model."""
+        """Write the prior's whole state into the trainer's checkpoint, also for a sharded model."""
         state_of_prior = gathered_state(self.learner.state_dict())
         model: nn.Module = kwargs["model"]
         saved = {"prior": state_of_prior, "parameters": _fingerprint(model), "average": {}}

@@ -1,4 +1,4 @@
-"""Evaluates predictives on test and out-of-distribution data: makes ``evaluation.json``."""
+"""Evaluate predictives on test and out-of-distribution data, for ``evaluation.json``."""
 
 import base64
 import io
@@ -57,9 +57,9 @@ _logger = logging.getLogger(__name__)
 ExampleScores = dict[str, Metrics[Tensor]]
 """Predictive -> its metrics for each test example, (N,)."""
 SHOWN_NOISE = 0.01
-"""Share ε of labels drawn at random from which the NLLs of both kinds of labels are shown."""
+"""Share ε of random labels above which the NLL of both kinds of labels is given."""
 MOST_UNCERTAIN = 12
-"""Number of the most uncertain test images that the report shows."""
+"""Number of most uncertain test images in the report."""
 
 
 def evaluate(
@@ -77,22 +77,22 @@ def evaluate(
     """Evaluate predictives on test and out-of-distribution data.
 
     Args:
-        predictives: name -> predictive; the most uncertain images are those of the last one.
+        predictives: name -> predictive; the last one selects the most uncertain images.
         splits: the data; images are normalised by its mean and std.
         likelihood: likelihood of the predictives.
-        labels: what the predictives predict. Where more than 1 % of the training labels were drawn
-            at random, the record has the NLL of the other kind of labels, too.
-        ood: out-of-distribution images, told by the predictive entropy.
+        labels: kind of the predicted labels. If more than 1 % of the training labels are random,
+            the record also has the NLL of the other kind of labels.
+        ood: out-of-distribution images, detected by the predictive entropy.
         batch_size: number of test examples in a batch.
-        device: device on which batches are made.
+        device: device of the batches.
         progress: whether to show progress bars.
         ranks: the ranks that each predict a part of every batch; all get the same record, except
             for seconds.
 
     Returns:
-        The record, and the scores of each example, by which `differences` compares two networks.
-        For sequences, all metrics and curves are about positions (tokens) that count, and intervals
-        are given only if all sequences have the same number of them.
+        The record, and the scores of each example, with which `differences` compares two networks.
+        For sequences, all metrics and curves are about positions (tokens) that count. Intervals
+        then need the same number of positions in all sequences.
     """
     likelihood = likelihood_of(likelihood)
     *_, y = tensors_in(splits.test)
@@ -169,16 +169,16 @@ def predictives_of(
     seed: int = 0,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> dict[str, Predictive]:
-    """Name -> predictive of a network at its parameters and under its posterior.
+    """Return name -> predictive of a network at its parameters and under its posterior.
 
-    If the posterior has a calibration of a predictive, the temperature-scaled MAP is among them; a
-    posterior predictive without one is named "uncalibrated".
+    If the posterior has a calibration of a predictive, the temperature-scaled MAP is included. A
+    posterior predictive without a calibration is named "uncalibrated".
 
     Args:
         laplace: the posterior.
-        configs: the ways in which the posterior predicts.
+        configs: configs of the posterior predictives.
         ensemble: an ensemble whose first member is the network.
-        seed: seed of sampling, the same for each way of predicting.
+        seed: seed of sampling, the same for each predictive.
         ranks: the ranks that predict together.
     """
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
@@ -271,9 +271,9 @@ def _most_uncertain(prediction: Prediction, splits: Splits) -> list[UncertainIma
 
 
 def data_uri(image: Tensor, largest: int | None = None) -> str:
-    """A uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are left out.
+    """Return a uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are omitted.
 
-    ``largest`` is the height and width (pixels) that larger images are shrunk to.
+    ``largest`` is the maximum height and width (pixels), to which larger images are shrunk.
     """
     with extra("images"):
         from PIL import Image

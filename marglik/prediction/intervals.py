@@ -1,13 +1,14 @@
-"""Confidence intervals of metrics: the expected values that the test set is consistent with.
+"""Confidence intervals of metrics: the expected values that are consistent with the test set.
 
-All are two-sided intervals of level `LEVEL`. They cover the random choice of the test set alone:
-the network, its training data and the seed are fixed. Metrics often differ by more between seeds.
+All are two-sided intervals of level `LEVEL`. They cover only the random choice of the test set. The
+network, its training data and the seed are fixed. The variation between seeds is often larger.
 
-Means have Wilson's or Student's interval, the AUROC has DeLong's. AURC, AUPR and FPR95 depend on
-the order of all examples and have none, nor has the ECE. Its estimate is biased upwards, since
-|accuracy − confidence| of a bin is positive even for a calibrated predictive, and resampling adds
-the same bias again: if the ECE is 0, no bootstrap interval contains it. The intervals of the bins'
-accuracies in the reliability diagram show instead which bins are off by more than chance.
+Means have Wilson's or Student's interval, and the AUROC has DeLong's. AURC, AUPR and FPR95 depend
+on the order of all examples and have no interval. The ECE has no interval either. Its estimate is
+biased upwards, because |accuracy − confidence| of a bin is positive even for a calibrated
+predictive. Resampling adds the same bias again: if the ECE is 0, no bootstrap interval contains it.
+The intervals of the bins' accuracies in the reliability diagram show instead which bins deviate by
+more than chance.
 """
 
 import torch
@@ -30,7 +31,7 @@ LEVEL = 0.95
 
 
 def share_interval(successes: int, trials: int) -> Interval:
-    """The interval of a share (Wilson 1927, score method); accurate also near 0 and 1.
+    """Return the interval of a share (Wilson 1927, score method); accurate also near 0 and 1.
 
     Args:
         successes: k.
@@ -44,7 +45,7 @@ def share_interval(successes: int, trials: int) -> Interval:
 
 
 def mean_interval(values: Tensor) -> Interval | None:
-    """Student's interval mean ± t·s/√n; None if all values are the same.
+    """Return Student's interval mean ± t·s/√n; None if all values are the same.
 
     Args:
         values: (n,) independent values.
@@ -61,26 +62,26 @@ def mean_interval(values: Tensor) -> Interval | None:
 
 
 def of_examples(scores: Tensor, positions: int = 1) -> Tensor:
-    """Means over the outputs and the positions of each example, (N,).
+    """Return means over the outputs and the positions of each example, (N,).
 
     Values of one example are not independent. They are averaged first, so that only examples count.
 
     Args:
-        scores: of rows, (N·positions,) or with a column per output.
-        positions: number of consecutive rows that belong to one example.
+        scores: scores of rows, (N·positions,) or with a column per output.
+        positions: number of consecutive rows of one example.
     """
     return scores.reshape(len(scores) // positions, -1).mean(dim=1)
 
 
 def intervals(scores: Metrics[Tensor]) -> Metrics[Interval]:
-    """Intervals of the metrics that are means: Wilson's for shares of examples, else Student's.
+    """Return intervals of the metrics that are means: Wilson's for shares, otherwise Student's.
 
     Args:
-        scores: of each example (N,), see `of_examples`.
+        scores: scores of each example (N,), see `of_examples`.
 
     Returns:
-        The interval of each metric that has one. That of the RMSE is the root of the interval of
-        the mean square.
+        The interval of each metric that has one. For the RMSE it is the root of the interval of the
+        mean square.
     """
     ends = {
         name: share_interval(int(values.sum().item()), len(values))
@@ -94,20 +95,20 @@ def intervals(scores: Metrics[Tensor]) -> Metrics[Interval]:
 
 
 def differences(scores: Metrics[Tensor], reference: Metrics[Tensor]) -> Metrics[Difference]:
-    """Differences d of metrics from a reference's on the same examples, with intervals.
+    """Return differences of metrics to a reference on the same examples, with intervals.
 
-    They are paired differences, whose intervals are much narrower than two separate intervals
-    suggest. For means Student's interval of the differences per example; for shares that of Bonett
-    & Price 2012 (J. Educ. Behav. Stat. 37), which adds one example to each kind of disagreement.
-    Where no example's scores differ, as the accuracy's under temperature scaling, which keeps every
-    prediction's class, the difference is 0 with the interval (0, 0).
+    These are paired differences. Their intervals are much narrower than two separate intervals
+    suggest. Means have Student's interval of the differences per example. Shares have the interval
+    of Bonett & Price 2012 (J. Educ. Behav. Stat. 37), which adds one example to each kind of
+    disagreement. If no example's score differs, the difference is 0 with the interval (0, 0). An
+    example is the accuracy under temperature scaling, which changes no predicted class.
 
     Args:
         scores: see `intervals`.
         reference: the scores of another predictive.
 
     Returns:
-        (d, low, high) of the metrics that are means; without the RMSE, a root of one.
+        (d, low, high) of the metrics that are means; without the RMSE, which is a root of a mean.
     """
     changes, others = {}, dict(reference.items())
     for name, values in scores.items():
@@ -136,17 +137,16 @@ def _interval_of_paired_shares(differences: Tensor) -> Interval:
 
 
 def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
-    """The interval of the AUROC: DeLong's variance, on the logit scale.
+    """Return the interval of the AUROC: DeLong's variance, on the logit scale.
 
-    None if the scores of the two sides do not overlap, or a side has fewer than two examples.
+    None if the scores of both sides do not overlap, or a side has fewer than two examples.
 
     Source: DeLong, DeLong & Clarke-Pearson 1988 (Biometrics 44); by ranks, Sun & Xu 2014 (IEEE
     Signal Process. Lett. 21). On the logit scale both ends stay within 0..1.
 
     Args:
-        inside: (N,) scores of examples from the training distribution.
-        outside: (M,) scores of examples from elsewhere.
-
+        inside: (N,) scores of in-distribution examples.
+        outside: (M,) scores of out-of-distribution examples.
     """
     with extra("statistics"):
         from scipy.special import expit, logit

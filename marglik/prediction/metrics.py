@@ -1,8 +1,8 @@
-"""Metrics of predictions, and the curves beside them in the report.
+"""Compute metrics of predictions, and the curves of the report.
 
-Accuracy, likelihood, calibration, out-of-distribution detection. Each function takes a whole data
-set, on any device, computes in float64 on the CPU, and returns records of plain numbers and lists.
-Risk-coverage and ROC curves have at most `POINTS` points.
+The metrics are accuracy, likelihood, calibration and out-of-distribution detection. Each function
+takes a whole data set, on any device. It computes in float64 on the CPU and returns records of
+plain numbers and lists. Risk-coverage and ROC curves have at most `POINTS` points.
 """
 
 import math
@@ -28,55 +28,55 @@ __all__ = [
 
 COVERAGE_LEVELS = {"coverage50": 0.5, "coverage90": 0.9, "coverage95": 0.95}
 SHARES = frozenset({"accuracy", *COVERAGE_LEVELS})
-"""Metrics that are shares: of correct predictions, or of targets inside an interval."""
+"""Metrics that are shares of correct predictions, or of targets inside an interval."""
 LEVELS = tuple(k / 20 for k in range(1, 20))
-"""Of coverage curves: 0.05, 0.10, ..., 0.95."""
+"""Levels of coverage curves: 0.05, 0.10, ..., 0.95."""
 BINS = 15
 POINTS = 101
 MOST_CLASSES = 20
-"""Largest number of classes for which there is a confusion matrix."""
+"""Largest number of classes with a confusion matrix."""
 
 
 def compute_metrics(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
 ) -> Metrics[float]:
-    """The metrics of a prediction; those of other likelihoods are None.
+    """Return the metrics of a prediction; metrics of other likelihoods are None.
 
-    Classification; the prediction is the first of the most probable classes:
+    Classification, for which the prediction is the first of the most probable classes:
 
-    - ``nll``: −log p_y (nats), mean over examples. A probability below the smallest normal
-      number of the dtype that it comes in counts as that number: 87 nats in float32.
-    - ``accuracy``: share of right predictions.
+    - ``nll``: −log p_y (nats), mean over examples. The smallest normal number of the input's dtype
+      is a lower bound on probabilities: 87 nats in float32.
+    - ``accuracy``: share of correct predictions.
     - ``brier``: Σ_c (p_c − y_c)², mean over examples, in 0..2 (Brier 1950).
     - ``aurc``: area under the risk-coverage curve (Geifman et al. 2019, arXiv:1805.08206).
-    - ``ece``: expected calibration error of the top probability, 15 bins of equal width (Guo et
-      al. 2017, arXiv:1706.04599, eq. 3).
+    - ``ece``: expected calibration error of the top probability, 15 bins of equal width (Guo et al.
+      2017, arXiv:1706.04599, eq. 3).
 
-    Bernoulli; the prediction of each output is 1 where p > 0.5:
+    Bernoulli, for which the prediction of each output is 1 if p > 0.5:
 
     - ``nll``: −Σ_c log p(y_c) (nats), summed over outputs, mean over examples; clamped as above.
     - ``accuracy``, ``brier`` = (p − y)²: means over all outputs, in 0..1.
-    - ``ece``: over all outputs, of the predicted side's probability max(p, 1 − p).
+    - ``ece``: over all outputs, with the probability max(p, 1 − p) of the predicted value.
 
     Regression:
 
-    - ``nll``: −Σ_c log N(y_c; mean_c, variance_c) (nats), summed over outputs, mean over
-      examples; of other likelihoods of numbers by their `log_score`.
+    - ``nll``: −Σ_c log N(y_c; mean_c, variance_c) (nats), summed over outputs, mean over examples.
+      Other likelihoods of numbers use their `log_score`.
     - ``rmse``: √ of the mean of (y − mean)² over all targets, in the targets' unit. A censored
-      number counts only where it is above the mean.
+      number counts only if it is above the mean.
     - ``coverage50``, ``coverage90``, ``coverage95``: share of all targets within the central
-      interval of that level; calibrated predictives have 0.5, 0.9 and 0.95. Of counts and censored
-      numbers, the share of their `ranks` that lies inside.
+      interval of this level; calibrated predictives have 0.5, 0.9 and 0.95. For counts and censored
+      numbers, the share of their `ranks` inside.
 
     Args:
         prediction: predictions for N examples.
         targets: class indices (N,), or targets (N, C) of regression and Bernoulli outputs (0, 1).
-        likelihood: decides which metrics these are.
+        likelihood: likelihood that determines the metrics.
 
     Raises:
-        TypeError: labels that are not integers.
-        ValueError: wrong shapes, no examples, labels out of range, soft targets, logits or NaN for
-            probabilities, a variance that is not positive.
+        TypeError: labels are not integers.
+        ValueError: wrong shapes, no examples, labels out of range, soft targets, logits or NaN
+            instead of probabilities, or a variance that is not positive.
     """
     likelihood = likelihood_of(likelihood)
     scores = example_scores(prediction, targets, likelihood)
@@ -96,10 +96,10 @@ def compute_metrics(
 def example_scores(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
 ) -> Metrics[Any]:
-    """Each example's contribution to the metrics that are means: tensors (N,), or (N, C).
+    """Return each example's contribution to the metrics that are means: tensors (N,), or (N, C).
 
-    Their means are those of `compute_metrics`, whose arguments and errors these are; the square of
-    its ``rmse`` is the mean of what stands under that name here.
+    Arguments and errors are those of `compute_metrics`. The means of the tensors are its metrics,
+    except for ``rmse``: here the mean is the square of the metric.
     """
     likelihood = likelihood_of(likelihood)
     mean, y, variance = _checked(prediction, targets, likelihood)
@@ -135,11 +135,12 @@ def example_scores(
 def reliability_curve(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
 ) -> Bins | Coverage:
-    """The data of a reliability diagram.
+    """Return the data of a reliability diagram.
 
-    For classification, confidence and accuracy in `BINS` bins of the confidence, of equal width on
-    [0, 1]. For Bernoulli outputs, too, over all outputs, with the confidence max(p, 1 − p). For
-    regression, the share of all N·C targets within the central interval of each level.
+    For classification, these are confidence and accuracy in `BINS` bins of the confidence, of equal
+    width on [0, 1]. Bernoulli outputs have the same bins over all outputs, with the confidence
+    max(p, 1 − p). For regression, it is the share of all N·C targets within the central interval of
+    each level.
     """
     likelihood = likelihood_of(likelihood)
     mean, y, variance = _checked(prediction, targets, likelihood)
@@ -201,7 +202,7 @@ def _risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
 
 
 def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> Curve:
-    """The error rate (risk) among the most confident predictions, over their share (coverage).
+    """Return the error rate (risk) among the most confident predictions, by their share (coverage).
 
     Args:
         probabilities: (N, C).
@@ -217,27 +218,27 @@ def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> Curve:
 def confidence_threshold(
     confidence: Tensor, right: Tensor, risk: float = 0.05, level: float = 0.9
 ) -> float:
-    """The lowest confidence from which on at most a share ``risk`` of the answers is wrong.
+    """Return the lowest confidence above which at most a share ``risk`` of the answers is wrong.
 
-    Held-out data show it with a probability of ``level``, where surer answers are more often right.
-    Leave answers below it to someone else. Infinite where the data show no threshold: even without
-    a mistake it takes log(1 - level) / log(1 - risk) answers above it, 45 for a risk of 5 % and 230
-    for 1 %.
+    The threshold holds with probability ``level``, if more confident answers are more often
+    correct. Let a person decide about answers below it. The result is infinite if the data give no
+    threshold. Even without a mistake this takes log(1 - level) / log(1 - risk) answers above it: 45
+    for a risk of 5 % and 230 for 1 %.
 
-    Fixed-sequence testing (Angelopoulos et al. 2021, arXiv:2110.01052, section 4): groups of the
-    surest answers are tested from small to large by Clopper and Pearson's bound, until one fails,
-    so that no test needs a share of 1 - level. The m-th group is the smallest that may have m
-    mistakes. Where data are many, the first group is one that may have up to three: an early
-    mistake then doesn't end the sequence.
+    The method is fixed-sequence testing (Angelopoulos et al. 2021, arXiv:2110.01052, section 4). It
+    tests groups of the most confident answers, from small to large, by Clopper and Pearson's bound,
+    until one test fails. No test then needs a share of 1 - level. The m-th group is the smallest
+    group that may contain m mistakes. With much data, the first group may contain up to three
+    mistakes, so that an early mistake does not end the sequence.
 
     Args:
-        confidence: (N,) of held-out answers, higher is surer.
-        right: (N,) whether each is right.
+        confidence: (N,) of held-out answers, higher is more confident.
+        right: (N,) whether each answer is correct.
         risk: the share, between 0 and 1.
         level: the probability, between 0 and 1.
 
     Raises:
-        ValueError: numbers that are none of these.
+        ValueError: an argument is not supported.
     """
     with extra("statistics"):
         from scipy.stats import binom, nbinom
@@ -269,7 +270,7 @@ def confidence_threshold(
 
 
 def confusion_matrix(probabilities: Tensor, labels: Tensor) -> list[list[int]] | None:
-    """Labels in rows, predictions in columns; None for more than `MOST_CLASSES` classes.
+    """Return labels in rows, predictions in columns; None for more than `MOST_CLASSES` classes.
 
     Args:
         probabilities: (N, C).
@@ -282,22 +283,23 @@ def confusion_matrix(probabilities: Tensor, labels: Tensor) -> list[list[int]] |
 
 
 def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[float]:
-    """How well a score tells out-of-distribution (OOD) data from our own; it is larger for OOD.
+    """Return how well a score detects out-of-distribution (OOD) data; higher scores mean OOD.
 
-    - ``auroc``: probability that an OOD example scores higher than ours; equal scores count half.
+    - ``auroc``: probability that an OOD example has a higher score than an in-distribution example;
+      equal scores count half.
     - ``aupr``: average precision with OOD as the positive class; chance is M / (N + M).
-    - ``fpr95``: share of our own examples that are flagged at the largest threshold (score >=
-      threshold) that flags at least 95 % of the OOD examples.
+    - ``fpr95``: share of in-distribution examples that are flagged at the largest threshold (score
+      >= threshold) that flags at least 95 % of the OOD examples.
 
-    Source: Hendrycks, Mazeika & Dietterich 2019 (arXiv:1812.04606); OOD is the positive class
-    there, too. With our own data as the positive class AUPR and FPR95 are other numbers.
+    Source: Hendrycks, Mazeika & Dietterich 2019 (arXiv:1812.04606), also with OOD as the positive
+    class. With the other class as positive, AUPR and FPR95 are different numbers.
 
     Args:
-        inside: (N,) scores of examples from the training distribution.
-        outside: (M,) scores of examples from elsewhere.
+        inside: (N,) scores of in-distribution examples.
+        outside: (M,) scores of out-of-distribution examples.
 
     Raises:
-        ValueError: no examples on a side, or scores that are not finite.
+        ValueError: a side has no examples, or scores are not finite.
     """
     # Here, because importing scikit-learn takes a second that not everyone needs.
     with extra("statistics"):
@@ -320,10 +322,9 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[floa
 
 
 def roc_curve(inside: Tensor, outside: Tensor) -> Curve:
-    """Share of out-of-distribution examples that are flagged over that of our own.
+    """Return the share of flagged out-of-distribution data by the share of flagged test data.
 
-    At the same shares for all predictives. The arguments are those of
-    `out_of_distribution_metrics`.
+    All predictives have the same shares. See `out_of_distribution_metrics` for the arguments.
     """
     with extra("statistics"):
         from sklearn import metrics  # here, since importing scikit-learn takes a second

@@ -201,8 +201,7 @@ class PredictiveConfig:
         return self.calibration == "held_out"
 
     def label_noise(self, likelihood: Likelihood, calibration: Calibration | None) -> float:
-        """The ε of the predicted label: of the calibration or the likelihood for recorded labels.
-        """
+        """The ε of the predicted label: the calibration's or likelihood's for recorded labels."""
         return 0.0 if self.labels == "true" else label_noise_of(likelihood, calibration)
 
     @property

@@ -1,8 +1,8 @@
 """A predictive as one `nn.Module`, to export or compile: no hooks, no backward pass, no samples.
 
-The network's last layer, z = W a + b, is replaced by one that appends the variances of its outputs,
-v_c = Σ_j K_cj (Q_Aᵀ a)_j² + k_c with K_cj = Σ_i (Q_B)_ci² / s_ij. What the network does after its
-last layer, such as moving an axis, it then does to both.
+The network's last layer, z = W a + b, is replaced by a layer that appends the variances of its
+outputs, v_c = Σ_j K_cj (Q_Aᵀ a)_j² + k_c with K_cj = Σ_i (Q_B)_ci² / s_ij. Operations after the
+last layer, such as moving an axis, apply to both.
 """
 
 from collections.abc import Callable
@@ -34,22 +34,22 @@ WAY_OUT = (
 class PredictiveModule(nn.Module):
     """A network and its predictive as one module: inputs -> (mean, variance).
 
-    The mean is that of `Prediction`: class probabilities, or expected targets. For numbers the
-    variance is that of a new target, `Prediction.total`; for classes and yes or no it is that of
-    each output (logit), s/τ² J Σ Jᵀ. Both have the shape of `Prediction.mean`.
+    The mean is `Prediction.mean`: class probabilities, or expected targets. For numbers the
+    variance is the variance of a new target, `Prediction.total`. For classes and binary outputs it
+    is the variance of each output (logit), s/τ² J Σ Jᵀ. Both have the shape of `Prediction.mean`.
 
-    It is always in eval mode, and shares nothing with the network, of which it holds a copy. It can
-    be exported by `torch.export` and `torch.onnx`, compiled, moved and cast. In float16 or bfloat16
-    the network's layers run in that dtype; variances, σ and the results stay in float32.
-    `ModelPredictive` makes one, see `ModelPredictive.module`.
+    The module is always in eval mode. It contains a copy of the network and shares nothing with it.
+    It can be exported by `torch.export` and `torch.onnx`, compiled, moved and cast. In float16 or
+    bfloat16 the network's layers run in this dtype, and variances, σ and results stay in float32.
+    `ModelPredictive.module` creates it.
 
     Args:
         model: the network; with variances if ``has_variances``, see `with_variances`.
-        likelihood: how outputs become a distribution of targets.
+        likelihood: likelihood of the targets given the outputs.
         has_variances: whether the outputs' last axis has the C outputs and then their variances.
         calibration: s and τ.
         sigma_noise: σ of regression.
-        label_noise: ε of the labels that are predicted; 0 predicts the true class.
+        label_noise: ε of the predicted labels; 0 predicts the true class.
     """
 
     sigma_noise: Tensor
@@ -85,7 +85,7 @@ class PredictiveModule(nn.Module):
         return super().train(False)
 
     def forward(self, x: Any = None, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """The mean and the variance, for the network's arguments, by place or by name."""
+        """Return mean and variance for the network's arguments, positional or by keyword."""
         args = (*more,) if x is None else (x, *more)
         f = at_least_float32(cast("Tensor", logits_of(self.model(*args, **named))))
         temperature = self.calibration.output_temperature
@@ -167,14 +167,15 @@ def _of_outputs(Q_B: Tensor | None, inverse: Tensor) -> Tensor:
 
 
 def with_variances(laplace: Posterior, x: Any) -> nn.Module:
-    """A copy of a posterior's network whose outputs are followed by their last-layer variances.
+    """Return a copy of a posterior's network that appends last-layer variances to its outputs.
 
     Args:
         laplace: the posterior.
         x: some inputs, at which the copy is compared with `Posterior.output_distribution`.
 
     Raises:
-        NotImplementedError: a posterior or a network that can't be served so, and why.
+        NotImplementedError: the posterior or the network is not supported; the error gives the
+            reason.
     """
     name = last_layer(laplace.model, x)
     layer, network = laplace.model.get_submodule(name), type(laplace.model).__name__
@@ -246,14 +247,14 @@ def module_maker(
     calibration: Calibration,
     label_noise: float,
 ) -> Callable[[Any], PredictiveModule]:
-    """A function from some inputs to the module of a predictive, or to the error why it has none.
+    """Return a function from some inputs to the module of a predictive, or to an error.
 
     Args:
         laplace: the posterior.
-        method: of the predictive.
-        layers: whose uncertainty counts in it.
+        method: method of the predictive.
+        layers: layers whose uncertainty it includes.
         calibration: its s, τ and σ.
-        label_noise: ε of the labels that it predicts.
+        label_noise: ε of its predicted labels.
     """
     likelihood = laplace.likelihood
     reason = ""

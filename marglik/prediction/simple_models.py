@@ -25,12 +25,13 @@ FOLDS = 5
 
 
 def simple_models(train: Pair, test: Pair, likelihood: Likelihood) -> dict[str, Prediction]:
-    """The predictions of both for the test rows; {} for a likelihood that they do not have.
+    """Return the test predictions of both models; {} for a likelihood that they do not support.
 
     Args:
         train: the rows that the network was trained on, calibrated with or fitted to.
         test: the rows to predict.
-        likelihood: of the network: of classes, or Gaussian; heteroscedastic is compared as such.
+        likelihood: likelihood of the network: of classes, or Gaussian; heteroscedastic counts as
+            Gaussian.
     """
     if likelihood.name not in ("classification", "regression", "heteroscedastic"):
         return {}
@@ -73,12 +74,12 @@ def simple_models(train: Pair, test: Pair, likelihood: Likelihood) -> dict[str, 
 def evaluate_simple_models(
     train: Pair, test: Pair, likelihood: Likelihood, network: Metrics[Tensor]
 ) -> tuple[dict[str, Scores], dict[str, Difference]]:
-    """Scores of both, and differences of the network's NLL.
+    """Return scores of both models, and differences of the network's NLL.
 
     Args:
         train: see `simple_models`.
         test: the test rows.
-        likelihood: of the network.
+        likelihood: likelihood of the network.
         network: the scores of the network's predictive for each test row.
 
     Returns:
@@ -97,10 +98,10 @@ def evaluate_simple_models(
 def simple_models_in_words(
     scores: Mapping[str, Scores], differences: Mapping[str, Difference]
 ) -> str:
-    """What a user of a table wants to know: whether these models predict it better.
+    """Return a text that says whether these models predict the table better.
 
     Args:
-        scores: of each model.
+        scores: scores of each model.
         differences: name -> the network's NLL minus the model's, lower end, upper end.
     """
     phrases, better = [], []

@@ -1,9 +1,9 @@
-"""The verdict: compare a network with a plain one on the same test data, in a few lines.
+"""Verdict: compare a network with a plain network on the same test data, in a few lines.
 
-The plain network is what one would train otherwise: the same architecture, data, optimiser and
-epochs, with a fixed weight decay, a learning rate that falls with a cosine, and no average of its
-parameters. Both are compared at their parameters, temperature-scaled on the same held-out data
-where it is given, so that calibration counts for neither.
+The plain network has the same architecture, data, optimiser and epochs, but a fixed weight decay, a
+cosine learning rate schedule, and no average of its parameters. Both networks are compared at their
+parameters. If there is held-out data, it sets the temperature of both, so that calibration does not
+affect the comparison.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from marglik.prediction.predictive import predict_all
 from marglik.records import METRICS, Difference, Metrics
 
 MEASURES = ("nll", "accuracy")
-"""The metrics that a verdict is about."""
+"""The metrics of a verdict."""
 
 
 def verdict(
@@ -37,23 +37,23 @@ def verdict(
 ) -> str:
     """Compare ``model`` with ``plain`` on test data: three lines, with 95 % intervals.
 
-    The intervals are of paired differences, over the choice of test examples; another seed of
-    training may change more.
+    The intervals are for paired differences, over the choice of test examples. They do not include
+    the variation between seeds, which can be larger.
 
     Args:
-        model: the network that was trained with what was learned.
+        model: the network with learned weight decays.
         plain: the same network, trained without; see this module.
-        test: (x, y), or mappings.
-        likelihood: distribution of the targets.
-        held_out: (x, y), or mappings, that neither was trained on. Each network's outputs are
-            divided by the temperature (regression: has the σ) of least NLL there, as the command
-            does with the examples that it holds out. Without them both are compared as they are.
+        test: test data (x, y), or mappings.
+        likelihood: likelihood of the targets.
+        held_out: held-out data (x, y), or mappings. Each network's outputs are divided by the
+            temperature (regression: have the σ) of least NLL on this data. Without it both networks
+            are compared without calibration.
         sigma_noise: σ of both networks, for regression.
-        learned: what was learned, for the first line.
-        targets: how batches give their targets.
+        learned: names of the learned quantities, for the first line.
+        targets: form of the batches' targets.
 
     Raises:
-        ValueError: no test example, or regression without σ.
+        ValueError: there is no test example, or regression has no σ.
     """
     likelihood = likelihood_of(likelihood)
     if likelihood.has_sigma and sigma_noise is None:
@@ -85,14 +85,14 @@ def in_words(
     num_test: int,
     learned: Sequence[str] = ("learned weight decays",),
 ) -> str:
-    """A line that compares both networks, and a line for each metric with its interval.
+    """Return a line that compares both networks, and a line for each metric with its interval.
 
     Args:
         differences: learned minus plain, with 95 % intervals.
         metrics: metrics of the learned network.
         of_plain: metrics of the plain network.
         num_test: number of test examples.
-        learned: what was learned.
+        learned: names of the learned quantities.
     """
     changes, lines = [], []
     for field in MEASURES:
@@ -134,9 +134,9 @@ def in_words(
 
 
 def instability(losses: Sequence[float]) -> str:
-    """A sentence on a plain network that did not come back from a jump of its loss, or "".
+    """Return a sentence if the plain network's loss jumped up without recovering, or "".
 
-    A comparison with it would say more of its learning rate than of what was learned.
+    Such a comparison would depend on the learning rate more than on the learned quantities.
 
     Args:
         losses: mean training loss (nats) of each epoch.

@@ -33,7 +33,7 @@ def test_rows_are_those_of_the_function(target, likelihood, options, tmp_path, c
     assert written["score"].tolist() == pytest.approx(expected.gain.tolist(), rel=1e-5)
     chosen = pool.iloc[expected.index.tolist()].reset_index(drop=True)
     pandas.testing.assert_frame_equal(written[list(pool.columns)], chosen)
-    assert "pass --overwrite" in refusal(capsys, *arguments, "-n", "3")
+    assert "Pass --overwrite" in refusal(capsys, *arguments, "-n", "3")
     few = refusal(capsys, *arguments, "-n", "6", "--overwrite")
     assert "number=6, but the pool has 5 unlabelled inputs" in few
     assert pandas.read_csv(tmp_path / "out.csv").equals(written)

@@ -64,7 +64,7 @@ def test_numbers_are_in_the_targets_units(tmp_path, capsys):
     again = predicted(run, houses()[:5].assign(id=1)[["id", "price", "size", "town"]], tmp_path)
     pandas.testing.assert_frame_equal(again, found)
     arguments = ("predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"))
-    assert "out.csv exists; pass --overwrite" in refusal(capsys, *arguments)
+    assert "out.csv exists. Pass --overwrite" in refusal(capsys, *arguments)
     new.assign(town="C").to_csv(tmp_path / "new.csv", index=False)
     assert "'town' has 'C' (in 5 row(s))" in refusal(capsys, *arguments, "--overwrite")
     pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / "out.csv"), found)
