@@ -243,7 +243,9 @@ def test_a_stream_without_an_end_is_read_as_far_as_the_training_reads_it():
 
 def test_another_training_continues_or_says_that_it_starts_anew(tmp_path, recwarn):
     def words():
-        messages = [str(w.message) for w in recwarn.list if "start from their initial" in str(w.message)]
+        messages = [
+            str(w.message) for w in recwarn.list if "start from their initial" in str(w.message)
+        ]
         recwarn.clear()
         return messages
 
