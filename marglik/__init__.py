@@ -1,6 +1,6 @@
 """Learn a weight decay per parameter tensor during training, by Laplace marginal likelihoods.
 
-Names are imported when they are first used, since some of their modules take long to import.
+Names are imported on first use, because some modules take long to import.
 """
 
 from importlib import import_module

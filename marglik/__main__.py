@@ -1,4 +1,4 @@
-"""``python -m marglik``, which ``torchrun -m marglik`` starts on each rank."""
+"""``python -m marglik``, for ``torchrun -m marglik`` on each rank."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Estimators in the manner of scikit-learn: arrays or data frames in, calibrated predictions out.
+"""Estimators with scikit-learn's interface: arrays or data frames in, calibrated predictions out.
 
-`fit` is what a user of `OnlineTraining` and `calibrate` would write for a table: standardise the
-columns, train with learned weight decays, calibrate with held-out examples, then fit the posterior
-to all of them. Pipelines, `GridSearchCV`, `cross_val_score` and `clone` work as with any estimator.
+`fit` combines `OnlineTraining` and `calibrate` for a table. It standardises the columns, trains
+with learned weight decays, calibrates with held-out examples, and then fits the posterior to all
+examples. Pipelines, `GridSearchCV`, `cross_val_score` and `clone` work as with any estimator.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,31 +38,31 @@ with extra("tables"):
     from sklearn.utils.validation import check_is_fitted, validate_data
 
 HIDDEN = (100,)
-"""Of the default network, as of scikit-learn's MLPs."""
+"""Hidden units of the default network, as in scikit-learn's MLPs."""
 FEWEST_HELD_OUT = 20
-"""Fewer examples say too little about a calibration, and are better trained on."""
+"""Minimum number of examples for calibration. With fewer, train on all of them."""
 PREDICTED_AT_ONCE = 1000
 REGRESSIONS = {"regression": 1, "heteroscedastic": 2}
-"""The regressor's likelihoods, and the number of outputs that each needs."""
+"""The regressor's likelihoods, with the number of outputs of each."""
 
 Network = nn.Module | Callable[[int, int], nn.Module]
 
 
 class Estimator(BaseEstimator):
-    """What the classifier and the regressor have in common.
+    """Base class of the classifier and the regressor.
 
     Args:
-        model: a network, of which each fit trains a copy, or a function of the numbers of columns
-            and outputs that makes one. None is an `MLP` with 100 tanh units, in float64.
-        epochs: passes over the training examples.
-        batch_size: examples in a step.
+        model: a network, which each fit copies, or a function from the numbers of columns and
+            outputs to a network. None is an `MLP` with 100 tanh units, in float64.
+        epochs: number of passes over the training examples.
+        batch_size: number of examples in a step.
         lr: Adam's learning rate.
-        weight_decay: the initial one of all parameter tensors, which learn their own from it.
-        held_out: share of the examples that calibrate the predictions; the network is not trained
-            on them. 0 calibrates nothing, nor do fewer than 20 of them: a classifier then predicts
-            at the MAP, a regressor with the posterior as it is.
-        random_state: an int, or a `numpy.random.RandomState`, for the same network each time.
-        device: of torch, such as "cuda".
+        weight_decay: initial weight decay of all parameter tensors, each of which learns its own.
+        held_out: share of the examples for calibration; the network is not trained on them. With 0,
+            or fewer than 20 such examples, there is no calibration: a classifier then predicts with
+            the MAP, and a regressor with the uncalibrated posterior.
+        random_state: an int, or a `numpy.random.RandomState`, for reproducible networks.
+        device: torch device, such as "cuda".
     """
 
     likelihood: str
@@ -165,13 +165,13 @@ class Estimator(BaseEstimator):
         labelled: Any = None,
         joint: bool = False,
     ) -> np.ndarray:
-        """Indices (number,) of the rows of X whose labels to buy next, the best first.
+        """Return indices (number,) of the rows of X to label next, the best first.
 
         Args:
             X: the pool, with the columns of `fit`.
             number: the number of rows to choose.
-            method: the score; the arguments are those of `marglik.acquire`.
-            labelled: indices, or a mask, of rows that are labelled already.
+            method: the score; see `marglik.acquire` for the arguments.
+            labelled: indices, or a mask, of rows that already have labels.
             joint: whether each choice takes the earlier ones into account.
         """
         x = self._checked_inputs(X)
@@ -204,13 +204,14 @@ def _seeded(seed: int) -> Iterator[None]:
 class MarglikClassifier(ClassifierMixin, Estimator):
     """A network with learned weight decays and calibrated class probabilities.
 
-    After `fit`: ``classes_``, ``model_`` (the network, for standardised columns), ``posterior_``
-    (a `marglik.Posterior`), ``weight_decays_`` and ``log_marginal_likelihood_`` (nats). Arguments
-    are those of `Estimator`, and:
+    After `fit` it has ``classes_``, ``model_`` (the network, for standardised columns),
+    ``posterior_`` (a `marglik.Posterior`), ``weight_decays_`` and ``log_marginal_likelihood_``
+    (nats). It has the arguments of `Estimator`, and:
 
     Args:
-        likelihood: "classification", or "noisy_classification" where labels may be wrong: it learns
-            their share, ``posterior_.likelihood.parameters["noise"]``, from the held-out examples.
+        likelihood: "classification", or "noisy_classification" if labels may be wrong. The latter
+            learns the share of wrong labels, ``posterior_.likelihood.parameters["noise"]``, from
+            the held-out examples.
     """
 
     classes_: np.ndarray
@@ -235,7 +236,7 @@ class MarglikClassifier(ClassifierMixin, Estimator):
         self.likelihood = likelihood
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Train on columns X (N, ...) and labels y (N,) of any type; returns itself."""
+        """Train on columns X (N, ...) and labels y (N,) of any type; return the estimator."""
         checked: Any = validate_data(self, X, y, allow_nd=True, dtype="numeric")
         X, y = checked
         check_classification_targets(y)
@@ -249,25 +250,25 @@ class MarglikClassifier(ClassifierMixin, Estimator):
         return self._fit(X, labels.transform(y), len(self.classes_))
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Class probabilities (N, C), in the order of ``classes_``."""
+        """Return class probabilities (N, C), in the order of ``classes_``."""
         return self._predict(X).mean.numpy()
 
     def predict(self, X: Any) -> np.ndarray:
-        """The most probable labels (N,)."""
+        """Return the most probable labels (N,)."""
         probabilities = self.predict_proba(X)
         return self.classes_[probabilities.argmax(1)]
 
 
 class MarglikRegressor(RegressorMixin, Estimator):
-    """A network with learned weight decays and noise, whose predictions are Gaussians.
+    """A network with learned weight decays and noise, whose predictions are Gaussian.
 
-    After `fit`: ``model_`` (the network, for standardised columns and targets), ``posterior_``,
-    ``weight_decays_`` and ``log_marginal_likelihood_``, see `MarglikClassifier`. Arguments are
-    those of `Estimator`, and:
+    After `fit` it has ``model_`` (the network, for standardised columns and targets),
+    ``posterior_``, ``weight_decays_`` and ``log_marginal_likelihood_``, see `MarglikClassifier`. It
+    has the arguments of `Estimator`, and:
 
     Args:
         likelihood: "regression", one noise for all rows, or "heteroscedastic", a noise that depends
-            on the columns. The network then has two outputs: the mean, and the number whose
+            on the columns. The network then has two outputs: the mean, and a number whose
             exponential scales the noise's variance.
     """
 
@@ -291,10 +292,10 @@ class MarglikRegressor(RegressorMixin, Estimator):
         self.likelihood = likelihood
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Train on columns X (N, ...) and numbers y (N,); returns itself.
+        """Train on columns X (N, ...) and numbers y (N,); return the estimator.
 
         Raises:
-            ValueError: a likelihood whose predictions are no Gaussians.
+            ValueError: the predictions of the likelihood are not Gaussian.
         """
         if self.likelihood not in REGRESSIONS:
             raise ValueError(
@@ -308,7 +309,7 @@ class MarglikRegressor(RegressorMixin, Estimator):
         return self._fit(X, self.target_scaler_.transform(y[:, None]), REGRESSIONS[self.likelihood])
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Means (N,), with ``return_std`` also standard deviations of new targets (N,)."""
+        """Return means (N,); with ``return_std`` also standard deviations of new targets (N,)."""
         prediction = self._predict(X)
         mean = self.target_scaler_.inverse_transform(prediction.mean.numpy())[:, 0]
         if not return_std:
@@ -316,7 +317,7 @@ class MarglikRegressor(RegressorMixin, Estimator):
         return mean, prediction.total[:, 0].sqrt().numpy() * self.target_scaler_.scale_[0]
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
-        """Ends (N,) of central intervals that contain a new target with probability ``level``."""
+        """Return ends (N,) of central intervals that contain new targets with this probability."""
         if not 0 < level < 1:
             raise ValueError(f"level={level} is not supported. Pass a number between 0 and 1.")
         mean, std = self.predict(X, return_std=True)

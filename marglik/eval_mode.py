@@ -1,4 +1,4 @@
-"""Contexts that put a model in eval mode and restore the mode of every submodule afterwards."""
+"""Context managers that put a model in eval mode and restore the mode of every submodule."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ from kfac_backend.engine.model_calls import preserve_state, state_restorer
 
 @contextmanager
 def preserve_mode(model: nn.Module) -> Iterator[None]:
-    """A context after which each submodule is in its former mode (train or eval) again.
+    """Context manager that restores the mode (train or eval) of each submodule on exit.
 
-    After an error, hooks and parameters (the objects) are restored, too: Ctrl-C during a forward
-    pass would otherwise leave K-FAC's hooks behind, since torch then skips those that remove them.
+    After an error it also restores hooks and parameter objects. Otherwise Ctrl-C during a forward
+    pass would leave K-FAC's hooks, because torch then skips the hooks that remove them.
     """
     training = [(module, module.training) for module in model.modules()]
     restore = state_restorer(model)
@@ -29,9 +29,9 @@ def preserve_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which a model is in eval mode; as a decorator, for each call of a function.
+    """Context manager with a model in eval mode; as a decorator, for each call of a function.
 
-    Afterwards, also after an error, it is what it was: its modes, hooks and parameter objects.
+    On exit, also after an error, it restores modes, hooks and parameter objects.
     """
     with preserve_state(model):
         model.eval()

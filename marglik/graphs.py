@@ -11,14 +11,14 @@ __all__ = ["Graphs", "sum_by"]
 
 @dataclass(eq=False)  # not frozen, since Lightning sets fields to convert inputs to a precision
 class Graphs:
-    """G directed graphs with V nodes and E edges in all, concatenated.
+    """G directed graphs with V nodes and E edges in total, concatenated.
 
-    Graph 0's nodes come first, then graph 1's, and so on; the edges lie in the same order. Edge e
-    points from node ``senders[e]`` to node ``receivers[e]``, which count through all V nodes; an
-    undirected edge is two edges. Graphs without edges or without nodes are graphs, too.
+    Graph 0's nodes come first, then graph 1's, and so on. The edges have the same order. Edge e
+    points from node ``senders[e]`` to node ``receivers[e]``, with indices among all V nodes. An
+    undirected edge is two edges. Graphs may have no edges or no nodes.
 
-    Models and loaders treat it as a tensor of G examples: ``len``, ``graphs[which]`` and
-    ``graphs.to(device)``. None of these checks anything; `check` does so once, when data is loaded.
+    Models and loaders treat the object like a tensor of G examples: ``len``, ``graphs[which]`` and
+    ``graphs.to(device)``. These do not check anything; `check` does so once, when data is loaded.
     """
 
     nodes: Tensor
@@ -30,9 +30,9 @@ class Graphs:
     receivers: Tensor
     """(E,) int64: the node that each edge points to."""
     node_counts: Tensor
-    """(G,) int64: how many nodes each graph has."""
+    """(G,) int64: number of nodes of each graph."""
     edge_counts: Tensor
-    """(G,) int64: how many edges each graph has."""
+    """(G,) int64: number of edges of each graph."""
 
     @property
     def node_graph(self) -> Tensor:
@@ -86,12 +86,12 @@ class Graphs:
         return Graphs(nodes, edges, *(tensor.to(nodes.device) for tensor in numbers))
 
     def check(self) -> Self:
-        """Return the graphs themselves, if they fit together.
+        """Return the graphs, if their tensors are consistent.
 
         Raises:
-            ValueError: if there is no graph, a tensor has the wrong shape, dtype or device, counts
-                are negative or do not add up, or an edge leads to a node that does not exist or
-                belongs to another graph.
+            ValueError: there is no graph; a tensor has the wrong shape, dtype or device; counts are
+                negative or do not add up; or an edge leads to a node that does not exist or belongs
+                to another graph.
         """
         V, E, G = len(self.nodes), len(self.edges), self.node_counts.numel()
         lengths = {"senders": E, "receivers": E, "node_counts": G, "edge_counts": G}
@@ -133,7 +133,7 @@ class Graphs:
 
 
 def sum_by(index: Tensor, x: Tensor, size: int) -> Tensor:
-    """Sums of the rows of x (M, d) with the same index: (size, d), zero where there are none."""
+    """Return sums of rows of x (M, d) with equal index: (size, d), zero if there are none."""
     return x.new_zeros(size, x.shape[1]).index_add(0, index, x)
 
 

@@ -1,4 +1,4 @@
-"""What a loader is: its examples, its generators, another iterator over it, and a rank's shard."""
+"""Properties of loaders: their number of examples, their generators, their shards."""
 
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -21,11 +21,12 @@ Loader = Iterable[Any]
 
 @dataclass(frozen=True)
 class EpochBatches:
-    """The batches of a trainer's epoch, each passed through a function as it is read.
+    """The batches of a trainer's epoch, with a function applied to each.
 
     Args:
-        get_loader: returns the trainer's present loader, which may change between epochs.
-        function: of a batch and its number.
+        get_loader: function that returns the trainer's present loader, which may change between
+            epochs.
+        function: function of a batch and its number.
         limit: number of batches in an epoch; None reads all.
         batches_per_step: number of batches whose gradients a step accumulates.
     """
@@ -84,12 +85,14 @@ def _same_order(loader: Any) -> Iterator[None]:
 
 
 def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> int:  # noqa: B008
-    """The number of examples in one pass over a loader, read off its sampler if it has one.
+    """Return the number of examples in one pass over a loader, from its sampler if it has one.
 
-    ``len(loader.dataset)`` would be wrong with ``drop_last``, or a sampler of a part of the data.
+    ``len(loader.dataset)`` would be wrong with ``drop_last``, or with a sampler of a part of the
+    data.
 
     Raises:
-        TypeError: an iterator, which could be read only once; targets that are no tensors.
+        TypeError: the loader is an iterator, which can be read only once, or targets are not
+            tensors.
     """
     inner, limit = _loader_of(loader), getattr(loader, "limit", None)
     if limit is None and hasattr(inner, "num_examples"):
@@ -115,7 +118,7 @@ def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> 
 
 
 def num_batches(loader: Any) -> int:
-    """The number of batches in one pass over a loader."""
+    """Return the number of batches in one pass over a loader."""
     try:
         return len(loader)
     except TypeError:
@@ -137,10 +140,10 @@ def steps_in_epoch(loader: Loader, steps: int | None) -> int | None:
 
 
 def own_iteration(loader: Loader) -> Loader:
-    """The loader, or a copy of it if it stores its iterator.
+    """Return the loader, or a copy if it stores its iterator.
 
     A DataLoader with persistent workers stores its only iterator. The ``state_dict()`` of a loader
-    returns the position of its latest iterator, which must be the training's.
+    contains the position of its latest iterator, which must be the training's iterator.
     """
     if not (getattr(loader, "persistent_workers", False) or hasattr(loader, "state_dict")):
         return loader
@@ -151,10 +154,10 @@ def own_iteration(loader: Loader) -> Loader:
 
 
 def count_on_ranks(loader: Loader, ranks: Ranks, options: TargetOptions) -> int:
-    """N, the number of examples in the shards of all ranks; collective.
+    """Return N, the number of examples in the shards of all ranks; collective.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no examples.
     """
     num_data = sum(ranks.gather(count_examples(loader, options)))
     if not num_data:
@@ -163,7 +166,7 @@ def count_on_ranks(loader: Loader, ranks: Ranks, options: TargetOptions) -> int:
 
 
 def check_workers(*loaders: Any) -> None:
-    """Raise a ValueError for loaders with persistent workers, whose random state we cannot read."""
+    """Raise a ValueError for loaders with persistent workers, whose random state cannot be read."""
     if any(getattr(loader, "persistent_workers", False) for loader in loaders):
         raise ValueError(
             "The loader has persistent_workers=True. A checkpoint cannot store the random state "
@@ -173,23 +176,23 @@ def check_workers(*loaders: Any) -> None:
 
 
 def samplers_of(loader: Any) -> tuple[Any, ...]:
-    """The sampler of a loader, and that of its batch sampler; None where there is none."""
+    """Return the sampler of a loader and the sampler of its batch sampler; None without one."""
     loader = _loader_of(loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
 
 
 def generators_of(*loaders: Any) -> list[torch.Generator]:
-    """The ``generator`` attributes of loaders and their samplers, each once."""
+    """Return the ``generator`` attributes of loaders and their samplers, each once."""
     owners = [o for loader in loaders for o in (_loader_of(loader), *samplers_of(loader))]
     generators = [getattr(owner, "generator", None) for owner in owners]
     return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
 def check_shards(loader: Loader, ranks: Ranks) -> None:
-    """Raise a ValueError unless a loader is a shard that ranks can train on together; collective.
+    """Raise a ValueError unless a loader is a shard with which ranks can train; collective.
 
-    An example that is in two shards is not detected.
+    If two shards contain the same example, this is not detected.
     """
     if ranks.size == 1:
         return

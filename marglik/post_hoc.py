@@ -1,8 +1,8 @@
-"""The prior of a network that is trained already: by evidence, or by the validation loss.
+"""Set the prior of a trained network: by the evidence, or by the validation loss.
 
-Learning the prior while the network trains is better (`marglik.training.loop`): a network that was
-trained before is not at the MAP of the prior that is found here. Source of choosing the prior by
-its evidence after training: Daxberger et al. 2021 (arXiv:2106.14806).
+It is better to learn the prior during the training (`marglik.training.loop`), because a network
+that was trained before is not at the MAP of the new prior. Source of choosing the prior by its
+evidence after training: Daxberger et al. 2021 (arXiv:2106.14806).
 """
 
 import math
@@ -30,14 +30,14 @@ SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
 
 @dataclass(frozen=True)
 class PriorFit:
-    """The prior precision that was found; the posterior has it already."""
+    """The new prior precision, which the posterior already has."""
 
     prior_precision: dict[str, float]
     """Group name -> δ; includes N."""
     sigma_noise: float
     """σ of regression, 1 otherwise."""
     objective: float
-    """The log marginal likelihood (nats), or the validation loss, at it."""
+    """The log marginal likelihood (nats), or the validation loss, at this prior."""
 
 
 def maximize_evidence(
@@ -48,16 +48,16 @@ def maximize_evidence(
 ) -> PriorFit:
     """Set δ, and σ of regression, to the values that maximise the evidence.
 
-    Runs L-BFGS-B on the logarithms with the exact gradient, from the current values; this takes
+    It runs L-BFGS-B on the logarithms with the exact gradient, from the current values. This takes
     some milliseconds once the eigenvalues are known.
 
     Args:
         laplace: a fitted posterior, whose hyperparameters are set.
-        structure: which tensors share a δ, see `PriorGroups.from_model`.
+        structure: the tensors that share a δ, see `PriorGroups.from_model`.
         learn_sigma_noise: False keeps σ of regression.
 
     Raises:
-        ValueError: corrected eigenvalues, or a structure that does not fit the model.
+        ValueError: the eigenvalues are corrected, or the structure does not fit the model.
         FloatingPointError: the optimiser did not converge.
     """
     with extra("statistics"):
@@ -118,21 +118,21 @@ def minimize_validation_loss(
 ) -> PriorFit:
     """Set one δ for all parameters to the value that minimises a loss on validation data.
 
-    A grid on log δ comes first, since the loss may have several minima, then Brent's method around
-    the best point of the grid. After an error δ is what it was before. Warns if the loss still
-    falls at a bound of the search: no minimum was found.
+    It searches a grid on log δ first, because the loss may have several minima, and then uses
+    Brent's method around the best point of the grid. After an error δ is unchanged. A warning
+    appears if the loss still decreases at a bound of the search.
 
     Args:
         laplace: a fitted posterior, whose δ is set.
-        loss: a loader of validation data, for the NLL of the posterior's predictive on it; or any
+        loss: a loader of validation data, for the NLL of the posterior's predictive on it, or any
             function of the posterior.
         bounds: smallest and largest δ.
         grid_size: number of points of the grid, at least three.
 
     Raises:
-        TypeError: a loss that is neither; an iterator, which could be read only once.
-        ValueError: bounds that are not an interval of positive numbers.
-        FloatingPointError: a loss that is finite nowhere on the grid.
+        TypeError: the loss is neither, or is an iterator, which can be read only once.
+        ValueError: the bounds are not an interval of positive numbers.
+        FloatingPointError: the loss is finite nowhere on the grid.
     """
     with extra("statistics"):
         from scipy.optimize import minimize_scalar  # here, since it takes long to import

@@ -48,27 +48,27 @@ def save_posterior(
     data: dict[str, Any] | None = None,
     frozen: bool | None = None,
 ) -> str:
-    """Write a fitted posterior and its network; returns the SHA-256 sum of ``posterior.json``.
+    """Write a fitted posterior and its network; return the SHA-256 sum of ``posterior.json``.
 
-    Two processes that write into one folder may leave a mixture of their files, but it does not
-    load: the sums in ``posterior.json`` are those of its own process's files.
+    If two processes write into one folder, it may contain files of both. Such a folder does not
+    load, because ``posterior.json`` contains the sums of its own process's files.
 
     Args:
         laplace: the posterior.
-        folder: where to write; created if it does not exist.
-        model: how to build the network, ``{"class_path": ..., "init_args": {...}}``; without it,
-            loading needs the network as an argument.
-        data: what the posterior was fitted to, see `marglik.data.record`.
-        frozen: whether parameters without a posterior are written, too, such as the other layers of
-            a last-layer `Laplace`. Without them, loading needs a network that has them already, and
-            compares their sum. By default they are written only if ``model`` is given: a network
-            that is built from it has random ones.
+        folder: folder to write to; created if it does not exist.
+        model: specification of the network, ``{"class_path": ..., "init_args": {...}}``; without
+            it, loading needs the network as an argument.
+        data: record of the data of the fit, see `marglik.data.record`.
+        frozen: whether to write parameters without a posterior, such as the other layers of a
+            last-layer `Laplace`. Without them, loading needs a network that already has them, and
+            compares their sum. By default they are written only if ``model`` is given, because a
+            network built from it has random ones.
 
     Raises:
-        AttributeError: a posterior that is not fitted.
-        ValueError: a network that changed since the fit.
-        TypeError: a ``model`` or ``data`` that is not plain data.
-        RuntimeError: blocks that another rank keeps.
+        AttributeError: the posterior is not fitted.
+        ValueError: the network has changed since the fit.
+        TypeError: ``model`` or ``data`` is not plain data.
+        RuntimeError: another rank has some of the blocks.
     """
     check_whole(laplace.model, "A saved posterior")
     folder, factors = Path(folder), laplace.fitted_factors()
@@ -114,21 +114,22 @@ def save_posterior(
 def load_posterior(
     folder: str | Path, model: nn.Module | None = None, device: torch.device | str | None = None
 ) -> Posterior:
-    """The posterior that `save_posterior` wrote, of a network of the same architecture.
+    """Return a posterior written by `save_posterior`, for a network of the same architecture.
 
-    It has the class that was saved: a `Posterior`, or one of the classes of `Laplace`.
+    It has the saved class: a `Posterior`, or one of the classes of `Laplace`.
 
     Args:
-        folder: the folder that `save_posterior` wrote to.
+        folder: folder written by `save_posterior`.
         model: the network, into which the saved parameters are loaded. Parameters without a
-            posterior are frozen; if `save_posterior` left them out, the network must have them.
-            None builds it as the folder says, if its class is one of ours or of torchvision.models.
-        device: device for the network and the posterior; None keeps the model's.
+            posterior are frozen. If `save_posterior` omitted them, the network must already have
+            them. None builds the network from the folder's specification, if its class is one of
+            ours or of torchvision.models.
+        device: device for the network and the posterior; None keeps the model's device.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file that was altered; a network with other parameters, by name, shape or
-            dtype; another frozen base; a network that the folder alone cannot build.
+        ValueError: a file was altered; the network has other parameters (name, shape or dtype) or
+            another frozen base; or the folder alone cannot build the network.
     """
     record = read_posterior(folder)
     if model is None:

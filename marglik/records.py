@@ -1,7 +1,7 @@
-"""What a run's files hold, as types: ``results.json``, ``evaluation.json``, lines of ``log.jsonl``.
+"""Types of a run's files: ``results.json``, ``evaluation.json``, lines of ``log.jsonl``.
 
-Training and evaluation make these records, the terminal and the report read them. `to_json` and
-`from_json` convert them. A field that is None is left out of the file.
+Training and evaluation create these records; the terminal and the report read them. `to_json` and
+`from_json` convert them. A field that is None is omitted from the file.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,19 +33,19 @@ Difference = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Metric:
-    """What a metric is called, and which of its values are better."""
+    """Names of a metric, and the direction of better values."""
 
     title: str
     short: str = ""
-    """What it is called on a terminal; metrics without a short name are in the report alone."""
+    """Name on a terminal; metrics without a short name are only in the report."""
     unit: str = ""
-    """Shares are shown as percentages: their unit is "%"."""
+    """Unit. Shares are shown as percentages, with the unit "%"."""
     better: Literal["lower", "higher"] | float | None = None
-    """A number is the best value itself."""
+    """Direction of better values, or the best value itself."""
     decimals: int | None = 4
-    """None for numbers in a unit of the data's own, which may be large or small."""
+    """Number of decimals; None for numbers in the data's own unit, which may be large or small."""
     out_of_distribution: bool = False
-    """Whether it is of telling out-of-distribution data from the test set."""
+    """Whether it measures the detection of out-of-distribution data."""
 
 
 def _metric(*arguments: Any, **options: Any) -> Any:
@@ -62,10 +62,10 @@ def _detection(*arguments: Any) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Metrics(Generic[T]):
-    """A value for each metric that a predictive has, None for the others.
+    """A value for each metric of a predictive, None for the others.
 
     The value is a number, an interval, a difference, or a tensor of each example's contribution.
-    `marglik.compute_metrics` defines each.
+    `marglik.compute_metrics` defines each metric.
     """
 
     nll: T | None = _metric("Negative log-likelihood", "NLL", "nats per example", "lower")
@@ -91,23 +91,23 @@ class Metrics(Generic[T]):
     fpr95: T | None = _detection("False positives at 95 % true positives", "", "%", "lower")
 
     def items(self) -> Iterator[tuple[str, T]]:
-        """(name, value) of the metrics that there are."""
+        """Return (name, value) of the metrics with a value."""
         return ((name, value) for name in METRICS if (value := getattr(self, name)) is not None)
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
     def __or__(self, other: "Metrics[T]") -> "Metrics[T]":
-        """These metrics and the other's, which come first where both have one."""
+        """Return these metrics and the other's, which replace equal ones."""
         return replace(self, **dict(other.items()))
 
     def map(self, function: Callable[[T], U]) -> "Metrics[U]":
-        """A function of each value."""
+        """Return the metrics with a function applied to each value."""
         return Metrics(**{name: function(value) for name, value in self.items()})
 
 
 METRICS: dict[str, Metric] = {f.name: f.metadata["metric"] for f in fields(Metrics)}
-"""Name of a field of `Metrics` -> what it is."""
+"""Name of a field of `Metrics` -> its description."""
 
 
 # An evaluation
@@ -118,7 +118,7 @@ class Bins:
     """Confidence and accuracy by bins of the confidence."""
 
     edges: list[float]
-    """One more than bins."""
+    """Edges of the bins, one more than bins."""
     counts: list[int]
     confidence: list[float | None]
     """The mean of each bin; None where it is empty."""
@@ -149,12 +149,12 @@ class Scores:
 
     metrics: Metrics[float]
     intervals: Metrics[Interval] = Metrics()
-    """Of the metrics that have one."""
+    """Intervals of the metrics that have one."""
 
 
 @dataclass(frozen=True)
 class Against:
-    """Differences from another predictive, on the same examples."""
+    """Differences to another predictive, on the same examples."""
 
     predictive: str
     differences: Metrics[Difference]
@@ -165,20 +165,20 @@ class PredictiveRecord(Scores):
     """One predictive on the test set and on out-of-distribution data."""
 
     seconds: float | None = None
-    """To predict the test set."""
+    """Time to predict the test set."""
     reliability: Bins | Coverage | None = None
     risk_coverage: Curve | None = None
-    """Error rate among the most confident predictions, over their share."""
+    """Error rate among the most confident predictions, by their share."""
     confusion: list[list[int]] | None = None
     """Labels in rows, predictions in columns; None for many classes."""
     roc: Curve | None = None
-    """Share of out-of-distribution examples that are flagged, over that of our own."""
+    """Share of flagged out-of-distribution examples by the share of flagged test examples."""
     against: Against | None = None
-    """None for the first predictive, which the others are compared with."""
+    """Differences to the first predictive; None for the first one."""
     calibration: dict[str, Any] | None = None
     """The fields of `marglik.Calibration`."""
     seconds_of_training: float | None = None
-    """Of the members of an ensemble."""
+    """Training time of an ensemble's members."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class OutOfDistribution:
     name: str
     num_examples: int
     score: str
-    """What tells it from our own."""
+    """Score that detects out-of-distribution data."""
     note: str | None = None
 
 
@@ -204,12 +204,12 @@ class UncertainImage:
     aleatoric: float
     epistemic: float
     image: str
-    """As a data URI."""
+    """The image as a data URI."""
 
 
 @dataclass(frozen=True)
 class Uncertain:
-    """The most uncertain test images, by the last predictive."""
+    """The most uncertain test images, for the last predictive."""
 
     predictive: str
     examples: list[UncertainImage]
@@ -217,7 +217,7 @@ class Uncertain:
 
 @dataclass(frozen=True)
 class Environment:
-    """What numbers depend on beside the options."""
+    """Environment on which numbers depend, in addition to the options."""
 
     device: str
     threads: int
@@ -228,13 +228,13 @@ class Environment:
 
 @dataclass(frozen=True)
 class CalibrationRecord:
-    """What a calibration found on held-out data; NLLs are in nats, means over its loss terms."""
+    """Result of a calibration on held-out data; NLLs are in nats, means over its loss terms."""
 
     predictive: str
     calibration: dict[str, Any]
     """The fields of `marglik.Calibration`."""
     map_calibration: dict[str, Any]
-    """Those of the temperature-scaled MAP."""
+    """The fields of the temperature-scaled MAP's calibration."""
     nll: float
     nll_uncalibrated: float
     nll_scaled_map: float
@@ -257,24 +257,24 @@ class Evaluation:
     ood: OutOfDistribution | None = None
     uncertain: Uncertain | None = None
     target_scale: list[float] | None = None
-    """Mean and standard deviation that targets were standardised by for training."""
+    """Mean and standard deviation by which targets were standardised for training."""
     num_seen: int | None = None
-    """Number of test examples whose inputs the network was trained on or calibrated with."""
+    """Number of test examples whose inputs were used for training or calibration."""
     posterior: str | None = None
     """SHA-256 sum of the evaluated ``posterior.json``."""
     output: str | None = None
     """The folder; None in the file itself, which may be moved."""
     calibrated: dict[str, CalibrationRecord] | None = None
-    """The predictives that `marglik evaluate` has calibrated; None in the file."""
+    """Calibrations made by `marglik evaluate`; None in the file."""
 
     @property
     def scores(self) -> dict[str, Scores]:
-        """Metrics and intervals alone."""
+        """Only metrics and intervals."""
         return {n: Scores(one.metrics, one.intervals) for n, one in self.predictives.items()}
 
     @property
     def seen_in_words(self) -> str:
-        """What `num_seen` says, in a sentence; empty if it says nothing."""
+        """Sentence about `num_seen`; empty if it is 0 or None."""
         if not self.num_seen:
             return ""
         return (
@@ -288,7 +288,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Network:
-    """One of the networks that a run trains, or has trained to compare with: what is kept of it."""
+    """Record of a network that a run trains, or trains for comparison."""
 
     predictives: dict[str, Scores]
     differences: dict[str, Metrics[Difference]] | None = None
@@ -300,11 +300,11 @@ class Evidence:
     """Log marginal likelihoods of the training data (nats, sums over examples)."""
 
     first: float
-    """At the first update."""
+    """Value at the first update."""
     final: float
-    """At the final parameters."""
+    """Value at the final parameters."""
     epoch: int
-    """The epoch that these are of."""
+    """Epoch of the final parameters."""
 
 
 @dataclass(frozen=True)
@@ -322,30 +322,30 @@ class SuspiciousLabel:
     """A training label that may be wrong."""
 
     index: int
-    """Of the example in its source, from 0: the row of a file, the image of a data set before any
-    of them are chosen or held out."""
+    """Index of the example in its source, from 0: the row of a file, or the image of a data set,
+    before any selection."""
     label: str
     predicted: str
     score: float
     wrong: float | None = None
-    """The probability that it is wrong, where calibration found wrong labels."""
+    """Probability that the label is wrong, if calibration found wrong labels."""
     image: str | None = None
-    """As a data URI."""
+    """The image as a data URI."""
 
 
 @dataclass(frozen=True)
 class SuspiciousLabels:
-    """The training labels that look most wrong."""
+    """The most suspicious training labels."""
 
     judged: int = 0
     """Number of labels."""
     number: int = 0
-    """Number of those to look at, see `marglik.prediction.suspicious_labels`."""
+    """Number of suspicious labels, see `marglik.prediction.suspicious_labels`."""
     agreement: float = 0.0
-    """Share of the labels that the network predicted, on average over training."""
+    """Share of the labels that the network predicted, averaged over the training."""
     examples: list[SuspiciousLabel] = field(default_factory=list)
     unknown: str | None = None
-    """Why none can be judged."""
+    """Reason if the labels cannot be judged."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What a learned augmentation came to."""
+    """Result of a learned augmentation."""
 
     ranges: dict[str, Range]
     copies: int
@@ -379,7 +379,7 @@ class EpochRecord:
     lr: float
     """Learning rate after the last step."""
     seconds: float
-    """Of its steps: for whoever reads the log, and to foretell what a plain network takes."""
+    """Time of the steps, for readers of the log, and to estimate the time of a plain network."""
     accuracy: float | None = None
 
 
@@ -389,53 +389,53 @@ class UpdateRecord:
 
     epoch: int
     evidence_before: float
-    """A sum over the data, before the first hyperparameter step."""
+    """Evidence before the first hyperparameter step, a sum over the data."""
     evidence: float
     evidence_per_example: float
     prior_precision: dict[str, float]
     weight_decay: dict[str, float]
-    """By group."""
+    """Weight decay by group."""
     effective_parameters: dict[str, float]
-    """By tensor."""
+    """Effective parameters by tensor."""
     clipped_eigenvalues: int
-    """How many of the factors' eigenvalues rounding made negative; they count as 0."""
+    """Number of eigenvalues of the factors that are negative by rounding; they count as 0."""
     seconds: dict[str, float]
-    """Of the pass, of the eigenvalues and of the steps: for whoever reads the log, and for studies
-    of cost. No number depends on them."""
+    """Time of the pass, of the eigenvalues and of the steps, for readers of the log and for
+    studies. No number depends on it."""
     num_examples: int
-    """M, if the update saw a sample."""
+    """M, if the update used a sample."""
     num_data: int
-    """N, the number of examples that these stand for."""
+    """N, the number of examples that the sample stands for."""
     fisher: str
-    """Which Fisher the factors are of: see `CurvatureOptions`."""
+    """Fisher of the factors, see `CurvatureOptions`."""
     sigma_noise: float | None = None
     likelihood: str | None = None
-    """With the numbers that it has come to, if it has some."""
+    """Likelihood with its learned parameters, if it has some."""
     ranges: dict[str, float] | None = None
-    """Of a learned augmentation."""
+    """Ranges of a learned augmentation."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """``results.json``: what `marglik train` has found."""
+    """``results.json``: the results of `marglik train`."""
 
     identity: dict[str, Any]
-    """Data, network, options, and sums of the first two: what a resume must agree in."""
+    """Data, network, options, and sums of the first two, which must agree for a resume."""
     networks: dict[str, Network]
     """"learned" (or "fixed"), perhaps "plain", and scikit-learn's."""
     num_data: int
     """Number of examples that the network was trained on."""
     weight_decay: dict[str, TensorDecay]
-    """By parameter tensor, from the input to the output."""
+    """Weight decay by parameter tensor, from the input to the output."""
     evidence: Evidence
     environment: Environment
     seconds: float
     held_out: int = 0
     """Number of training examples that were held out for calibration."""
     target_scale: list[float] | None = None
-    """Mean and standard deviation that targets were standardised by for training."""
+    """Mean and standard deviation by which targets were standardised for training."""
     sigma_noise: list[float] | None = None
-    """σ of the noise of regression; one for each output where they differ."""
+    """σ of the noise of regression; one for each output if they differ."""
     num_positions: int | None = None
     """Number of test positions (tokens) that count, of sequences."""
     calibration: CalibrationRecord | None = None
@@ -444,9 +444,9 @@ class Results:
     verdict: str | None = None
     """Comparison with the plain network, in a few lines."""
     simple_models: str | None = None
-    """What scikit-learn's models reach, in a sentence."""
+    """Sentence about scikit-learn's models."""
     complete: bool = False
-    """Whether all is done that was asked for."""
+    """Whether all requested work is done."""
     output: str | None = None
     """The folder; None in the file itself, which may be moved."""
 
@@ -462,7 +462,7 @@ class Results:
 
     @property
     def scores(self) -> dict[str, Scores]:
-        """Those of all networks, under names such as "learned, MAP"."""
+        """Scores of all networks, under names such as "learned, MAP"."""
         return {
             f"{name}, {predictive}": scores
             for name, network in self.networks.items()
@@ -474,15 +474,15 @@ class Results:
 
 
 def to_json(record: Any) -> dict[str, Any]:
-    """A record as plain data, without the fields that are None."""
+    """Return a record as plain data, without the fields that are None."""
     return asdict(record, dict_factory=lambda items: {k: v for k, v in items if v is not None})
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """The value of a type, from plain data.
+    """Return the value of a type, from plain data.
 
     Raises:
-        TypeError: a record that lacks fields or has others, as that of another version.
+        TypeError: the record lacks fields or has others, as from another version.
     """
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin is Metrics:

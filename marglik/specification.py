@@ -1,4 +1,4 @@
-"""Networks and data made of plain data, as a file describes them; what a file may ask for."""
+"""Build networks and data from specifications in files, with limits on their contents."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from torch import nn
 from kfac_backend.extras import extra
 
 OURS = ("marglik.augmentation", "marglik.data", "marglik.models")
-"""Modules whose public classes a file may name, as it may name the networks of torchvision.models.
-"""
+"""Modules whose public classes a file may name, in addition to the networks of
+torchvision.models."""
 MAY_BE_BUILT = ("torch.nn.Module", "marglik.data.DataSource", "marglik.augmentation.Transform")
 OF_PATHS = ("path", "root")
 """Arguments of our classes that are paths."""
 OF_DOWNLOADS = ("download", "pretrained", "weights")
-"""How arguments begin by which classes of ours and of torchvision download files."""
+"""First words of arguments that make our or torchvision's classes download files."""
 
 
 def build_from_spec(
@@ -30,25 +30,25 @@ def build_from_spec(
     named: Collection[str] | None = (),
     folder: Path | None = None,
 ) -> Any:
-    """The object that ``{"class_path": ..., "init_args": {...}}`` describes.
+    """Return the object of a specification ``{"class_path": ..., "init_args": {...}}``.
 
-    A specification comes from a file, perhaps a downloaded one, and building an object runs code,
-    reads files and may fetch some. So a file may ask for little: the public classes of `OURS`, the
-    networks of torchvision.models, and classes that the user named; for files in its own folder
-    alone; and for no download. What else it asks for, the user has to pass. Arguments are plain
-    values or specifications in turn; nothing in them is imported.
+    A specification comes from a file, perhaps a downloaded one. Building an object runs code, reads
+    files and may download some. A file may therefore name only the public classes of `OURS`, the
+    networks of torchvision.models, and classes that the user named. It may name only files in its
+    own folder, and no download. The user must pass everything else. Arguments are plain values or
+    specifications; nothing in them is imported.
 
     Args:
-        kind: the class, or alternative classes, that it must be an instance of.
-        spec: the path of its class (or of a function that returns such an object, as torchvision
-            has), and the arguments.
+        kind: class, or alternative classes, of the object.
+        spec: path of its class (or of a function that returns such an object, as in torchvision),
+            and the arguments.
         named: paths of classes that the user named on the command line; None if the whole
-            specification is the user's, and may ask for anything.
+            specification is the user's, without limits.
         folder: the folder of the file.
 
     Raises:
-        ValueError: a class that may not or cannot be imported, or arguments that it does not take
-            or a file may not ask for.
+        ValueError: a class may not or cannot be imported, or the class or the limits reject an
+            argument.
     """
 
     def made(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Learned invariances: ranges of augmentations that the evidence chooses while a network trains."""
+"""Learned invariances: augmentation ranges that the evidence learns while a network trains."""
 
 from marglik.augmentation.learned import LearnedAugmentation
 from marglik.augmentation.ranges import evidence_gradient

@@ -1,11 +1,10 @@
 """`LearnedAugmentation`: a network that averages its outputs over transformed copies of an input.
 
-f̄(x) = 1/S Σ_s f(T(x; η, u_s)). The copies share all weights: they are one more axis over which
-K-FAC's reduce sums, and for which it is exact in a deep linear network with a Gaussian likelihood.
-The ranges η are hyperparameters. The likelihood alone would lower them to zero; the evidence
-raises them as far as the data is invariant, since a network whose inputs vary less in each
-direction that it must tell apart has fewer parameters to determine. Source: Immer et al. 2022
-(arXiv:2202.10638).
+f̄(x) = 1/S Σ_s f(T(x; η, u_s)). The copies share all weights. They form another axis over which
+K-FAC's reduce sums, and reduce is exact for this sum in a deep linear network with a Gaussian
+likelihood. The ranges η are hyperparameters. The likelihood alone would shrink them to zero. The
+evidence increases them as far as the data is invariant, because the network then has fewer
+parameters to determine. Source: Immer et al. 2022 (arXiv:2202.10638).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,33 +17,34 @@ from kfac_backend import examples_of_rows
 from marglik.augmentation.transforms import Transform
 
 START = 0.05
-"""Where ranges begin, as a share of the largest: the network must see what a range does."""
+"""Initial range as a share of the largest range. It must be positive, so that the range has an
+effect."""
 
 
 class LearnedAugmentation(nn.Module):
     """A network whose outputs are means over transformed copies, with ranges that can be learned.
 
-    Train it as any network: `PriorLearner`, and with it every loop, command and callback of this
-    package, learns the ranges beside the weight decays. In train mode the copies of each example
-    are drawn anew, one from each S-th of the range; in eval mode all examples have the same copies,
-    so that predictions are the same each time. A forward pass costs S of the network's own.
+    Train it like any network. `PriorLearner`, and with it every loop, command and callback of this
+    package, learns the ranges together with the weight decays. In train mode the copies of each
+    example are random, one from each S-th of the range. In eval mode all examples have the same
+    copies, so predictions are deterministic. A forward pass costs S forward passes of the network.
 
     Args:
         model: the network; its outputs are logits, or means for regression.
-        transforms: applied in their order to each copy.
+        transforms: transforms, applied in this order to each copy.
         copies: S.
-        ranges: initial η of each range, by name; those that are left out begin at a share of
-            `START` of the largest.
-        learns: whether the evidence changes the ranges; otherwise they stay as they are.
+        ranges: initial η of each range, by name; omitted ranges start at the share `START` of the
+            largest.
+        learns: whether the evidence changes the ranges; otherwise they are fixed.
 
     Raises:
-        ValueError: no transform, two ranges of one name, a range that is unknown, negative or too
-            large, or an odd number of copies with `Flip`.
+        ValueError: there is no transform, two ranges have one name, a range is unknown, negative or
+            too large, or `Flip` has an odd number of copies.
     """
 
     ranges: Tensor
-    """η (K,): a buffer, which is saved with the network, and no weight: no optimiser steps on it,
-    it has no decay and no block in the posterior."""
+    """η (K,), a buffer. It is saved with the network, but is not a weight: optimisers do not change
+    it, and it has no weight decay and no block in the posterior."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class LearnedAugmentation(nn.Module):
         self._weights()  # raises where the number of copies does not fit
 
     def forward(self, x: Float[Tensor, "N ..."]) -> Tensor:
-        """The mean output (N, ..., C) over the copies."""
+        """Return the mean output (N, ..., C) over the copies."""
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"LearnedAugmentation transforms tensors (N, ...), not {type(x).__name__}. Wrap "
@@ -97,7 +97,7 @@ class LearnedAugmentation(nn.Module):
         return (f * weights.view(-1, *[1] * (f.dim() - 2))).mean(1)
 
     def transformed(self, x: Float[Tensor, "N ..."]) -> Float[Tensor, "N S ..."]:
-        """The copies of each example."""
+        """Return the copies of each example."""
         N, S = len(x), self.copies
         rows = x.repeat_interleave(S, 0)
         for transform, eta, start in self._with_ranges():
@@ -134,6 +134,6 @@ class LearnedAugmentation(nn.Module):
         return (2 * (order + place) / S - 1).flatten(0, 1).to(like)
 
     def extra_repr(self) -> str:
-        """The transforms, and the ranges as they are now."""
+        """Return the transforms and the present ranges."""
         ranges = zip(self.names, self.ranges.tolist(), strict=True)
         return f"{self.copies} copies, " + ", ".join(f"{name} {eta:.3g}" for name, eta in ranges)

@@ -1,4 +1,4 @@
-"""How the evidence raises the ranges of a `LearnedAugmentation`."""
+"""Learn the ranges of a `LearnedAugmentation` by the evidence."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -27,21 +27,21 @@ def evidence_gradient(
     likelihood: Likelihood | None = None,
     outputs: list[tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[list[Tensor]]:
-    """The gradient of the evidence in tensors that layers' inputs, or the likelihood, depend on.
+    """Return the gradient of the evidence in tensors on which inputs or the likelihood depend.
 
-    At fixed θ, δ, σ and T; `kfac_backend.factor_gradients` says what else is held fixed. The
-    factors are those of the fit, also after the tensors have changed between two parts.
+    θ, δ, σ and T are fixed; see `kfac_backend.factor_gradients` for other fixed quantities. The
+    factors are those of the fit, even if the tensors change between two parts.
 
     Args:
         posterior: a fitted posterior.
-        parts: batches of all the training data, or of a random part of it; several, one after the
-            other, for several gradients.
-        tensors: leaves, such as buffers.
-        options: of the pass; those of the posterior by default.
-        of_loss: how much the loss counts; −1/(σ²T) by default, 0 is −½ log det alone.
+        parts: batches of all the training data, or of a random part of it; several parts in
+            sequence give several gradients.
+        tensors: leaf tensors, such as buffers.
+        options: options of the pass; by default those of the posterior.
+        of_loss: weight of the loss; −1/(σ²T) by default, 0 is −½ log det alone.
         likelihood: the posterior's with ``tensors`` as parameters, see
-            `Likelihood.with_parameters`; the posterior's by default.
-        outputs: where the outputs and targets of this rank's data go, on the CPU.
+            `Likelihood.with_parameters`; by default the posterior's.
+        outputs: list that gets the outputs and targets of this rank's data, on the CPU.
     """
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
     of_factors = derivatives_in_factors(
@@ -62,18 +62,18 @@ def evidence_gradient(
 
 
 STEPS = 2
-"""Steps on the ranges in each update of the prior."""
+"""Number of steps on the ranges in each update of the prior."""
 EXAMPLES = 50
-"""Number of examples, at least, that the gradient of a step is computed from."""
+"""Minimum number of examples for the gradient of a step."""
 SMALLEST = 0.01
-"""As a share of the largest range. At zero the evidence of a symmetric range is flat, and a range
-that an untrained network has sent there could not come back."""
+"""Smallest range as a share of the largest. At zero the evidence of a symmetric range is flat, so a
+range that reached zero in an untrained network could not grow again."""
 LR = 0.1
 """Adam's step size, as a share of the largest range."""
 
 
 def ranges_of(model: nn.Module) -> dict[str, float]:
-    """Name -> η, of all augmentations in a network."""
+    """Return name -> η of all augmentations in a network."""
     return {
         name: value
         for module in model.modules()
@@ -83,7 +83,7 @@ def ranges_of(model: nn.Module) -> dict[str, float]:
 
 
 def set_ranges(model: nn.Module, ranges: Mapping[str, float]) -> None:
-    """Give a network's augmentations the ranges of another's, see `ranges_of`."""
+    """Set a network's augmentation ranges to those of another network, see `ranges_of`."""
     for module in model.modules():
         if isinstance(module, LearnedAugmentation):
             values = [ranges[name] for name in module.names]
@@ -91,10 +91,10 @@ def set_ranges(model: nn.Module, ranges: Mapping[str, float]) -> None:
 
 
 class RangeLearner:
-    """Adam's steps on the evidence, on ranges as shares of the largest.
+    """Makes Adam steps on the evidence, with ranges as shares of the largest.
 
     Args:
-        modules: their ranges are changed in place.
+        modules: the augmentations, whose ranges are changed in place.
     """
 
     def __init__(self, modules: Sequence[LearnedAugmentation]) -> None:
@@ -103,10 +103,10 @@ class RangeLearner:
         self._adam = torch.optim.Adam(self._shares, lr=LR)
 
     def learn(self, posterior: Posterior, data: Iterable[Any], num_data: int) -> None:
-        """Some steps at a fitted posterior's factors, each on other batches of the data.
+        """Make some steps with a fitted posterior's factors, each on other batches of the data.
 
         Args:
-            posterior: fitted to the training data.
+            posterior: a posterior, fitted to the training data.
             data: batches of the training data.
             num_data: N.
         """
@@ -127,11 +127,11 @@ class RangeLearner:
                     module.ranges.copy_(share.clamp_(SMALLEST, 1.0) * module.largest.to(share))
 
     def state_dict(self) -> dict[str, Any]:
-        """Adam's state; the ranges themselves are in the network's."""
+        """Return Adam's state; the network's state has the ranges."""
         return self._adam.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, at the network's present ranges."""
+        """Load a result of `state_dict`, at the network's present ranges."""
         self._adam.load_state_dict(state)
 
 

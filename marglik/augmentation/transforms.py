@@ -1,8 +1,8 @@
 """Random transforms of inputs, differentiable in their ranges.
 
-A transform maps inputs (M, ...), its ranges η (K,) and numbers u (M, k) in [-1, 1] to inputs
-(M, ...). A range of zero leaves an input as it is; at η the transform is drawn from −η to η. The
-matrix exponential of an affine transform is that of Benton et al. 2020 (arXiv:2010.11882).
+A transform maps inputs (M, ...), its ranges η (K,) and numbers u (M, k) in [-1, 1] to inputs (M,
+...). A range of zero does not change the input. With range η, the transform is drawn between −η and
+η. The matrix exponential of affine transforms is from Benton et al. 2020 (arXiv:2010.11882).
 """
 
 import math
@@ -16,17 +16,17 @@ from torch import Tensor
 
 
 class Transform(ABC):
-    """A random transform with K ranges; derive your own from it.
+    """A random transform with K ranges. Derive your own transform from it.
 
     Args:
-        names: which of the transform's ranges, the keys of ``limits``, to use; all by default.
+        names: ranges to use, from the keys of ``limits``; all by default.
 
     Raises:
-        ValueError: a name that the transform doesn't know.
+        ValueError: the transform has no range with this name.
     """
 
     limits: ClassVar[dict[str, float]]
-    """The name of each range -> its largest value. All learning starts at `START` of it."""
+    """Name of each range -> its largest value. Learning starts at the share `START` of it."""
 
     def __init__(self, *names: str) -> None:
         unknown = [name for name in names if name not in self.limits]
@@ -44,11 +44,11 @@ class Transform(ABC):
         return [self.limits[name] for name in self.names]
 
     def numbers(self, x: Tensor) -> int:
-        """k, how many random numbers each row of x takes; one for each range by default."""
+        """Return k, the number of random numbers per row of x; by default one for each range."""
         return len(self.names)
 
     def weights(self, eta: Float[Tensor, " K"], copies: int) -> Tensor | None:
-        """The weight (S,) of each copy in the mean over S copies; None if all are 1."""
+        """Return the weight (S,) of each copy in the mean over S copies; None if all are 1."""
         return None
 
     @abstractmethod
@@ -62,9 +62,9 @@ class Transform(ABC):
 
 
 class Affine(Transform):
-    """Moves, turns, scales and shears images (M, C, H, W); what comes in repeats the border.
+    """Shifts, rotates, scales and shears images (M, C, H, W); new pixels repeat the border.
 
-    x' = exp(Σ_k u_k η_k G_k) x in coordinates from -1 to 1. Ranges: moves in halves of the image,
+    x' = exp(Σ_k u_k η_k G_k) x in coordinates from -1 to 1. Ranges: shifts in halves of the image,
     angles in radians, scales and shears as logarithms.
     """
 
@@ -82,7 +82,7 @@ class Affine(Transform):
     }
 
     def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
-        """The images at their transformed coordinates, interpolated linearly."""
+        """Return the images at their transformed coordinates, interpolated linearly."""
         if x.dim() != 4:
             raise ValueError(f"Affine needs images (N, C, H, W), not shape {tuple(x.shape)}.")
         generators = x.new_zeros(len(self.names), 3, 3)
@@ -100,7 +100,7 @@ class TimeShift(Transform):
     limits = {"shift": 1.0, "stretch": 1.0}
 
     def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
-        """The signals at their transformed times, interpolated linearly."""
+        """Return the signals at their transformed times, interpolated linearly."""
         if x.dim() != 3:
             raise ValueError(f"TimeShift needs signals (N, C, L), not shape {tuple(x.shape)}.")
         changes = dict(zip(self.names, (u * eta).unbind(1), strict=True))
@@ -116,14 +116,14 @@ class TimeShift(Transform):
 class Color(Transform):
     """Changes the colours of images (M, 3, H, W), or brightness and contrast with other channels.
 
-    Brightness is added; contrast and saturation multiply the distance from the image's mean and
-    from grey, as logarithms; hue turns colours about grey, in radians.
+    Brightness is added. Contrast and saturation multiply the distance from the image's mean and
+    from grey; their ranges are logarithms. Hue rotates colours around grey, in radians.
     """
 
     limits = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": math.pi}
 
     def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
-        """The images in other colours."""
+        """Return the images in other colours."""
         changes = {
             name: value.view(-1, 1, 1, 1)
             for name, value in zip(self.names, (u * eta).unbind(1), strict=True)
@@ -149,26 +149,26 @@ class Color(Transform):
 
 
 class Flip(Transform):
-    """Mirrors every second copy of images; the range is the weight p of the mirrored ones.
+    """Mirrors every second copy of images; the range is the weight p of the mirrored copies.
 
-    The mean over copies gives the mirrored ones p and the others 1 − p, which can be differentiated
-    as a draw could not. p = 1/2 is the usual flip.
+    In the mean over copies the mirrored copies have weight p and the others 1 − p. Unlike a random
+    draw, this is differentiable. p = 1/2 is the usual flip.
     """
 
     limits = {"flip": 0.5}
 
     def numbers(self, x: Tensor) -> int:
-        """None: which copies are mirrored is not drawn."""
+        """Return 0, because the mirrored copies are not random."""
         return 0
 
     def weights(self, eta: Tensor, copies: int) -> Tensor:
-        """2(1 − p) and 2p in turn."""
+        """Return 2(1 − p) and 2p in turn."""
         if copies % 2:
             raise ValueError(f"Flip needs an even number of copies, not {copies}.")
         return torch.stack([2 - 2 * eta[0], 2 * eta[0]]).repeat(copies // 2)
 
     def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
-        """Rows 1, 3, ... mirrored along the last axis."""
+        """Return x with rows 1, 3, ... mirrored along the last axis."""
         mirrored = torch.arange(len(x), device=x.device) % 2 == 1
         return torch.where(mirrored.view(-1, *[1] * (x.dim() - 1)), x.flip(-1), x)
 
@@ -179,9 +179,9 @@ class Noise(Transform):
     limits = {"noise": 1.0}
 
     def numbers(self, x: Tensor) -> int:
-        """One for each feature."""
+        """Return the number of features, one random number for each."""
         return x[0].numel()
 
     def __call__(self, x: Tensor, eta: Tensor, u: Tensor) -> Tensor:
-        """The inputs with uniform noise."""
+        """Return the inputs with uniform noise."""
         return x + math.sqrt(3) * eta[0] * u.view_as(x)

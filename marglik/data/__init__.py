@@ -1,4 +1,4 @@
-"""Data: where it comes from, how it is divided and changed, and how it becomes batches."""
+"""Data: sources, splits, changes and batches."""
 
 from marglik.data.batches import Batches, crop_and_flip
 from marglik.data.files import TensorFile

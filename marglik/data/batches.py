@@ -23,33 +23,33 @@ PADDING = 4
 class Batches:
     """Loader of batches (x, y), selected from inputs and targets in the device's memory.
 
-    No DataLoader, which would collate each batch from single examples: a batch is selected, and
-    images are augmented and normalised, without a loop over examples.
+    A DataLoader would collate each batch from single examples. This class selects a whole batch,
+    and augments and normalises images without a loop over examples.
 
-    All random numbers come from ``generator``, a CPU generator of the loader's own, so that a seed
-    gives the same batches on every device. Each iteration draws them at its start, so that the next
-    one does not depend on how far it was read. Two iterations differ, and the same seed gives the
-    same sequence of iterations. ``generator.get_state()`` and ``set_state()`` save and restore it.
+    All random numbers come from ``generator``, the loader's own CPU generator, so a seed gives the
+    same batches on every device. Each iteration draws them at its start, so the next iteration does
+    not depend on how far this one was read. Two iterations differ, and the same seed gives the same
+    sequence of iterations. ``generator.get_state()`` and ``set_state()`` save and restore it.
 
     Args:
         x: inputs, a tensor (N, ...) or N graphs.
         y: targets, (N, ...).
         batch_size: B; the last batch may be smaller.
-        shuffle: whether each iteration takes the examples in a new order.
+        shuffle: whether each iteration has a new random order.
         seed: seed of the generator.
-        device: where examples are kept and batches are made.
-        ranks: of whose batches this rank's contiguous part is yielded; a batch without examples,
-            if it has fewer of them than there are ranks. All ranks draw the same order, so that
-            their parts together are the batch that one process would have.
-        normalisation: of images, whose uint8 pixels (B, C, H, W) become float32, minus the mean and
-            divided by the standard deviation. None yields x as it is.
-        augment: whether to crop images, padded by 4 zero pixels, and to flip them at random, anew
-            in each iteration.
-        channels_last: whether images are laid out in memory as (B, H, W, C), which is faster for
+        device: device of the examples and batches.
+        ranks: ranks that share each batch. The loader yields this rank's contiguous part, which is
+            empty if the batch has fewer examples than there are ranks. All ranks draw the same
+            order, so their parts together are the batch of one process.
+        normalisation: normalisation of images, whose uint8 pixels (B, C, H, W) become float32,
+            minus the mean and divided by the standard deviation. None yields x unchanged.
+        augment: whether to crop images at random, padded by 4 zero pixels, and to flip them at
+            random, in each iteration.
+        channels_last: whether images are stored in memory as (B, H, W, C), which is faster for
             convolutions on most devices.
 
     Raises:
-        ValueError: if ``batch_size`` is below 1.
+        ValueError: ``batch_size`` is below 1.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Batches:
 
     @property
     def num_examples(self) -> int:
-        """Number of examples that one iteration yields."""
+        """Number of examples in one iteration."""
         return sum(part.stop - part.start for part in self._slices)
 
     def __len__(self) -> int:
-        """Number of batches of one iteration."""
+        """Number of batches in one iteration."""
         return len(self._slices)
 
     def __iter__(self) -> Iterator[Pair]:
@@ -108,7 +108,7 @@ class Batches:
         return self._selected(self.order, self._slices, distortions)
 
     def sample(self, number: int, batch_size: int, generator: torch.Generator) -> Iterator[Pair]:
-        """This rank's part of ``number`` random examples, in batches of at most that size.
+        """Return this rank's part of ``number`` random examples, in batches of at most that size.
 
         All random numbers come from ``generator``, which must be in the same state on all ranks.
         """
@@ -190,19 +190,19 @@ def split_batches(
     channels_last: bool = False,
     **options: Any,
 ) -> Batches:
-    """Return a loader of a split; images normalised, and cropped and flipped if asked for.
+    """Return a loader of a split, with images normalised, and optionally cropped and flipped.
 
     Args:
         splits: the data.
-        split: which part of it.
+        split: name of the split.
         batch_size: as for `Batches`, with augment and channels_last.
         augment: for images only.
         channels_last: for images only.
         options: further arguments of `Batches`.
 
     Raises:
-        ValueError: if there is no such split, or augmentation or a memory format for data that are
-            no images.
+        ValueError: there is no such split, or data that are not images should be augmented or have
+            a memory format.
     """
     examples: Pair | None = getattr(splits, split)
     if examples is None:

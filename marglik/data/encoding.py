@@ -1,4 +1,4 @@
-"""How the rows of a table become the inputs of a network, saved with it as plain data."""
+"""Encode the rows of a table as inputs of a network; the encoding is saved as plain data."""
 
 import warnings
 from dataclasses import dataclass
@@ -14,16 +14,17 @@ from kfac_backend.extras import extra
 
 @dataclass(frozen=True)
 class TableEncoding:
-    """How rows of a table become inputs: as those of the file that a network was trained on.
+    """Encoding of rows as inputs, like the rows of the training file.
 
     The inputs are the numbers, a column of zeros and ones for each value of a text, and one for
-    each column of the file that lacked values, with a one where it does.
+    each column with missing values in the training file, with a one where a value is missing.
 
     Args:
         target: name of the column to predict.
-        numbers: columns of numbers, with what stands for a missing one: the training part's median.
+        numbers: columns of numbers, with the replacement of a missing one: the median of the
+            training split.
         texts: columns of text, with their values.
-        missing: those columns that lacked values in some rows.
+        missing: columns with missing values in some rows.
         classes: values of the target that are classes; None if it is a number.
     """
 
@@ -35,20 +36,20 @@ class TableEncoding:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the inputs; of two columns that are encoded, they may be equal."""
+        """The names of the inputs. Inputs from two different columns may have equal names."""
         values = [f"{column}_{value}" for column, texts in self.texts.items() for value in texts]
         return (*self.numbers, *values, *map(indicator, self.missing))
 
     def encode(self, frame: Any, name: str) -> Tensor:
-        """The inputs (N, columns) of a data frame, whose columns are matched by name.
+        """Return the inputs (N, columns) of a data frame, whose columns are matched by name.
 
         Args:
-            frame: the rows; columns that the network was not trained on are left out.
-            name: what errors call them.
+            frame: the rows; columns that the network was not trained on are ignored.
+            name: name of the data in errors.
 
         Raises:
-            ValueError: missing columns; columns with a value that was not in the training file, or
-                with a missing value where the training file has none. It names all of them.
+            ValueError: columns are missing, have a value that is not in the training file, or have
+                a missing value where the training file has none. The error lists all of them.
         """
         with extra("tables"):
             import pandas
@@ -90,26 +91,26 @@ class TableEncoding:
         return torch.from_numpy(np.stack(x, 1))
 
     def read(self, path: str | Path) -> Any:
-        """The rows of a file, with the texts as they are written there.
+        """Return the rows of a file, with the original texts.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if it cannot be read.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file cannot be read.
         """
         return read_frame(path, dict.fromkeys(self.texts, "str"))
 
 
 SEPARATORS = ("\t", ";", "|")
-"""Of files that are not separated by commas."""
+"""Separators of files that are not separated by commas."""
 
 
 def indicator(column: str) -> str:
-    """The name of the input that says where a column lacks a value."""
+    """Return the name of the input that marks missing values of a column."""
     return f"{column} is missing"
 
 
 def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
-    """A data frame of a file; errors as for `TableEncoding.read`, and for columns of one name."""
+    """Return a data frame of a file; errors as in `TableEncoding.read` and for equal names."""
     with extra("tables"):
         import pandas
 

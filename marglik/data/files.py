@@ -1,4 +1,4 @@
-"""Tensors in files: safetensors or npz."""
+"""Read tensors from safetensors or npz files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +21,13 @@ OPTIONAL = ("x_validation", "y_validation")
 class TensorFile(DataSource):
     """Inputs and targets from a safetensors or npz file: images, or tensors of any kind.
 
-    The file contains ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and ``x_validation`` with
-    ``y_validation`` if there is a validation set. The first axis of each is the examples; other
-    axes and dtypes are free, but numbers of an npz file become float32, as networks are. Inputs in
-    uint8 with axes (N, C, H, W) are images: they are normalised by the training pixels, and may be
-    augmented. Other values are used as they are, so standardise them before saving. Write the file
-    with
+    The file contains ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and optionally
+    ``x_validation`` with ``y_validation``. The first axis of each is the examples. Other axes and
+    dtypes are free, but numbers of an npz file become float32, like networks. Inputs in uint8 with
+    axes (N, C, H, W) are images. They are normalised by the training pixels, and may be augmented.
+    Other values are used unchanged, so standardise them before saving. Write the file with
     ``safetensors.torch.save_file({"x_train": x, ...}, path)`` or ``numpy.savez(path, x_train=x,
-    ...)``. Nothing is unpickled, so that a file of unknown origin runs no code.
+    ...)``. Nothing is unpickled, so a file of unknown origin runs no code.
 
     Args:
         path: the file.
@@ -43,8 +42,8 @@ class TensorFile(DataSource):
         """Return the data.
 
         Raises:
-            ValueError: if it is no safetensors or npz file, or damaged, if a tensor is missing,
-                unknown, empty or not finite, or if inputs and targets, or the splits, do not fit
+            ValueError: the file is damaged, or not a safetensors or npz file; a tensor is missing,
+                unknown, empty or not finite; or inputs and targets, or the splits, do not fit
                 together.
         """
         try:
@@ -97,11 +96,11 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def in_float32(subject: str, values: np.ndarray) -> np.ndarray:
-    """Float64 values in float32, as networks compute; what is not finite stays so.
+    """Return float64 values in float32, as networks compute; values that are not finite stay so.
 
     Raises:
-        ValueError: values, or differences between them, that float32 cannot hold: it ends at 3e38
-            and 1e-38, and has seven digits, of which 1e9 + 0.5 needs more.
+        ValueError: float32 cannot represent the values or their differences. Its range is 1e-38 to
+            3e38, and it has seven digits; 1e9 + 0.5 needs more.
     """
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float32)
@@ -121,4 +120,4 @@ def in_float32(subject: str, values: np.ndarray) -> np.ndarray:
 
 
 TINY = float(np.finfo(np.float32).tiny)
-"""The smallest number that float32 holds with all its digits."""
+"""The smallest float32 number with full precision."""

@@ -1,4 +1,4 @@
-"""Images: scikit-learn's digits, CIFAR-10 and SVHN by torchvision, folders; classes of them."""
+"""Image data: scikit-learn's digits, torchvision's CIFAR-10 and SVHN, folders, class subsets."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Digits(DataSource):
         test_fraction: share of all images that become the test set, in (0, 1).
         validation: share of the training images that become the validation set, in [0, 1).
         wrong_labels: share of the training and validation labels that are replaced by another
-            class, drawn at random, in [0, 1). The test labels stay right.
+            random class, in [0, 1). The test labels are unchanged.
         seed: seed of the splits and of the wrong labels.
 
     Raises:
@@ -57,7 +57,7 @@ class Digits(DataSource):
         check_fraction("wrong_labels", self.wrong_labels)
 
     def load(self) -> Splits:
-        """Return the digits; raises a ValueError if a part would be too small."""
+        """Return the digits; raise a ValueError if a part would be too small."""
         splits = divided(self.load_undivided(), self.test_fraction, self.validation, self.seed)
         mean, std = pixel_statistics(splits.train[0])
         generator = torch.Generator().manual_seed(self.seed)
@@ -70,7 +70,7 @@ class Digits(DataSource):
         return replace(splits, mean=mean, std=std, **changed)
 
     def load_undivided(self) -> Splits:
-        """All digits as test data."""
+        """Return all digits as test data."""
         with extra("statistics"):
             from sklearn.datasets import load_digits  # here, since importing takes a second
 
@@ -84,13 +84,13 @@ class Digits(DataSource):
 def with_wrong_labels(
     labels: Tensor, share: float, num_classes: int, generator: torch.Generator
 ) -> Tensor:
-    """Copy labels (N,) and replace round(share · N) of them by another class at random.
+    """Copy labels (N,) and replace round(share · N) of them by another random class.
 
     Args:
         labels: integers from 0 to num_classes − 1.
-        share: of the labels to replace, in [0, 1).
+        share: share of the labels to replace, in [0, 1).
         num_classes: C; each of the C − 1 other classes is equally likely.
-        generator: the source of random numbers.
+        generator: random numbers.
     """
     labels, number = labels.clone(), round(share * len(labels))
     chosen = torch.randperm(len(labels), generator=generator)[:number]
@@ -103,7 +103,7 @@ def with_wrong_labels(
 class TwoPartData(DataSource):
     """A data set with training and test images, of which a part may be used.
 
-    A subclass has a ``name``, that of the data in tables and figures, and reads either part.
+    A subclass has a ``name`` for tables and figures, and reads each part.
 
     Args:
         validation: share of the training images that become the validation set, in [0, 1).
@@ -112,7 +112,7 @@ class TwoPartData(DataSource):
         seed: seed of the subsets and of the validation split.
 
     Raises:
-        ValueError: if the fraction is out of range.
+        ValueError: the fraction is out of range.
     """
 
     validation: float = 0.0
@@ -121,21 +121,22 @@ class TwoPartData(DataSource):
     seed: int = 0
     name = ""
     scale: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
-    """Mean and standard deviation per channel; None takes those of the training images."""
+    """Mean and standard deviation per channel; None computes them from the training images."""
 
     def __post_init__(self) -> None:
         check_fraction("validation", self.validation)
 
     @abstractmethod
     def read(self, part: str) -> Part:
-        """All images of the part "train" or "test"."""
+        """Return all images of the part "train" or "test"."""
 
     def load(self) -> Splits:
         """Return the images.
 
         Raises:
-            FileNotFoundError: if they are not there.
-            ValueError: if they cannot be read, do not fit together, or a part would be too small.
+            FileNotFoundError: the images do not exist.
+            ValueError: the images cannot be read or do not fit together, or a part would be too
+                small.
         """
         train, classes = self.read("train")
         test, test_classes = self.read("test")
@@ -176,15 +177,15 @@ class TorchvisionData(TwoPartData):
     """A data set that torchvision downloads, checks and reads; other arguments as `TwoPartData`.
 
     Args:
-        root: folder that has the files, or to which they are downloaded.
-        download: whether to download the data if it is not there.
+        root: folder with the files, or for the download.
+        download: whether to download the data if it is missing.
     """
 
     root: str | Path = "data"
     download: bool = True
 
     def read(self, part: str) -> Part:
-        """All images of the part; raises a FileNotFoundError if they cannot be had."""
+        """Return all images of the part; raise a FileNotFoundError if they are not available."""
         with extra("images"):
             from torchvision import datasets  # importing torchvision takes a second
 
@@ -250,12 +251,12 @@ class SVHN(TorchvisionData):
 class ImageFolder(TwoPartData):
     """Images in a folder, arranged as ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE``.
 
-    Listed by torchvision's ``ImageFolder``. All images must have the same size. They are decoded to
-    RGB, or to one channel if all of a part are greyscale. Out-of-distribution data needs only
-    test/. Other arguments are those of `TwoPartData`.
+    torchvision's ``ImageFolder`` lists the files. All images must have the same size. They are
+    decoded to RGB, or to one channel if all images of a part are greyscale. Out-of-distribution
+    data only needs test/. Other arguments are those of `TwoPartData`.
 
     Args:
-        path: the folder with train/ and test/ in it.
+        path: the folder that contains train/ and test/.
         name: name of the data in tables and figures; the folder's name if not given.
     """
 
@@ -268,11 +269,11 @@ class ImageFolder(TwoPartData):
         self.name = self.name or self.path.resolve().name
 
     def read(self, part: str) -> Part:
-        """All images of the part.
+        """Return all images of the part.
 
         Raises:
-            FileNotFoundError: if the folder is not there, or has no class or an empty one.
-            ValueError: if an image cannot be decoded or differs in size.
+            FileNotFoundError: the folder does not exist, or has no class or an empty one.
+            ValueError: an image cannot be decoded or has another size.
         """
         with extra("images"):
             from torchvision import datasets
@@ -299,15 +300,15 @@ class ImageFolder(TwoPartData):
 class ClassSubset(DataSource):
     """The images of some classes of another source; label k is the k-th class in ``classes``.
 
-    Mean and standard deviation remain those of the whole data, so that images of the other classes
-    can be given to the network in the same normalisation.
+    Mean and standard deviation are those of the whole data, so that images of the other classes can
+    have the same normalisation.
 
     Args:
         data: the source.
-        classes: names of the classes to keep. A number stands for the name that is written like it.
+        classes: names of the classes to keep. A number stands for the name with the same digits.
 
     Raises:
-        ValueError: if no class is named, a class is named twice, or a string is given instead of a
+        ValueError: no class is named, a class is named twice, or a string is given instead of a
             list.
     """
 
@@ -321,11 +322,11 @@ class ClassSubset(DataSource):
         self.classes = names
 
     def load(self) -> Splits:
-        """Return the images of these classes; raises a ValueError if the source lacks one."""
+        """Return the images of these classes; raise a ValueError if the source lacks one."""
         return self._of_classes(self.data.load())
 
     def load_undivided(self) -> Splits | None:
-        """All images of these classes as test data, if the source is divided at random."""
+        """Return all images of these classes as test data, if the source is split at random."""
         whole = self.data.load_undivided()
         return whole and self._of_classes(whole)
 
@@ -359,7 +360,8 @@ class ClassSubset(DataSource):
 
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow would try forty more, whatever a file is called, and run a program for PostScript."""
+"""Supported formats. Pillow would try forty more, for any file name, and run a program for
+PostScript."""
 GREYSCALE = frozenset({"1", "L", "LA"})
 
 
@@ -367,12 +369,12 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
     """Return images (N, C, H, W), uint8, with three channels, or one if all are greyscale.
 
     Args:
-        files: the paths, or what they hold.
-        names: what errors call them.
+        files: the paths, or the contents.
+        names: names of the images in errors.
 
     Raises:
-        ValueError: if one cannot be decoded, is larger than Pillow's limit, is of another size than
-            the first, or has more than 8 bits per channel.
+        ValueError: an image cannot be decoded, exceeds Pillow's limit, has another size than the
+            first one, or has more than 8 bits per channel.
     """
     with extra("images"):
         from PIL import Image

@@ -1,4 +1,4 @@
-"""Images that a network was not trained on: noise, and the test images of other data sets."""
+"""Out-of-distribution images: noise, and the test images of other data sets."""
 
 from typing import NamedTuple, NoReturn
 
@@ -14,14 +14,14 @@ from marglik.data.splits import DataSource, Splits, tensors_in
 class Noise(DataSource):
     """Images whose pixels are independent and uniform over 0..255, in the shape of other data.
 
-    This is the easiest out-of-distribution data, and nothing else: it cannot be learned.
+    This is the easiest out-of-distribution data. A network cannot be trained on it.
 
     Args:
         num_images: number of images.
         seed: seed of the pixels.
 
     Raises:
-        ValueError: if ``num_images`` is below 1.
+        ValueError: ``num_images`` is below 1.
     """
 
     def __init__(self, num_images: int = 1000, seed: int = 0) -> None:
@@ -30,7 +30,7 @@ class Noise(DataSource):
         self.seed = seed
 
     def load(self) -> NoReturn:
-        """Raise a NotImplementedError: noise has no shape of its own, and no classes."""
+        """Raise a NotImplementedError, because noise has no own shape and no classes."""
         raise NotImplementedError("Noise can only be out-of-distribution data. Pass it as --ood.")
 
     def draw(self, channels: int, height: int, width: int) -> UInt8[Tensor, "N C H W"]:
@@ -48,14 +48,14 @@ class OutOfDistributionImages(NamedTuple):
     name: str
     """Name of their source."""
     note: str | None
-    """How they were changed, such as "resized from 28x28x1 to 32x32x3", or None."""
+    """Changes of the images, such as "resized from 28x28x1 to 32x32x3", or None."""
 
 
 def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistributionImages:
     """Return the test images of a source in the shape of other data.
 
-    Images of another size are resized by torchvision (bilinear, with antialiasing, stretched where
-    the proportions differ). Greyscale images become RGB by repetition, and RGB images greyscale by
+    torchvision resizes images of another size (bilinear, with antialiasing, stretched if the
+    proportions differ). Greyscale images become RGB by repetition, and RGB images greyscale by
     torchvision's weights (Rec. 601). `Noise` is drawn in the required shape, because resizing would
     smooth it.
 
@@ -64,8 +64,8 @@ def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistrib
         like: the data that the network was trained on.
 
     Raises:
-        ValueError: if the source or ``like`` has no images, or a number of channels that cannot be
-            made into that of ``like``.
+        ValueError: the source or ``like`` has no images, or the number of channels cannot be
+            converted.
     """
     if not like.are_images:
         raise ValueError(f"{like.name} contains no images, and ood is for images. Omit ood.")

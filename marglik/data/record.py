@@ -1,4 +1,4 @@
-"""Records of data: to recognise it later, and to bring other data into the same form."""
+"""Records of data, which identify it later and convert other data to the same form."""
 
 from base64 import b64decode, b64encode
 from dataclasses import asdict, replace
@@ -11,19 +11,21 @@ from marglik.data.splits import DataSource, Pair, SplitError, Splits, described,
 from marglik.graphs import Graphs
 
 SUM_BYTES = 6
-"""Of 10,000 other examples, beside 50,000 that were seen, 2e-6 have a sum of these by chance."""
+"""Length of a sum. Among 10,000 new examples, compared with 50,000 recorded ones, 2e-6 match by
+chance."""
 
 
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The record of data for JSON: name, sums of its examples, classes, form, scales.
+    """Return the record of data for JSON: name, sums of its examples, classes, form, scales.
 
-    The form is what a network depends on; the scales are those of images, or of a table's targets.
-    "seen" are `SUM_BYTES` bytes of the sum of each example's inputs, of those that a run is trained
-    on or calibrated with, in base64: by them `num_seen` recognises examples in other data.
+    The form contains the properties that a network depends on. The scales are those of images, or
+    of a table's targets. "seen" contains `SUM_BYTES` bytes of the sum of each example's inputs, for
+    the examples that a run is trained on or calibrated with, in base64. With these, `num_seen`
+    recognises examples in other data.
 
     Args:
         splits: the data.
-        source: how to load it, ``{"class_path": ..., "init_args": {...}}``.
+        source: specification to load it, ``{"class_path": ..., "init_args": {...}}``.
     """
     record: dict[str, Any] = {
         "name": splits.name,
@@ -44,15 +46,14 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
 
 
 def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
-    """The data, normalised as the training data was.
+    """Return the data, normalised like the training data.
 
     Args:
         splits: the data.
-        record: what `data_record` returned for the training data; None changes nothing.
+        record: result of `data_record` for the training data; None changes nothing.
 
     Raises:
-        ValueError: classes, images, graphs or columns of another kind than those of the training
-            data.
+        ValueError: classes, images, graphs or columns differ in kind from the training data.
     """
     if record is None:
         return splits
@@ -80,17 +81,18 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
 
 
 def data_to_evaluate(source: DataSource, record: dict[str, Any] | None) -> Splits:
-    """The data whose test part is to be evaluated.
+    """Return the data whose test part is to be evaluated.
 
-    That is the test part of the training data, and all of other data, unless that has a test part
-    of its own. Without a record of the training data, the source says what its test part is.
+    This is the test part of the training data. For other data it is all examples, unless the data
+    has its own test part. Without a record of the training data, the source determines its test
+    part.
 
     Args:
         source: the data.
-        record: what `data_record` returned for the training data.
+        record: result of `data_record` for the training data.
 
     Raises:
-        ValueError: data that cannot be loaded.
+        ValueError: the data cannot be loaded.
     """
     source = source if record is None else source.encoded_as(record)
     try:
@@ -111,9 +113,10 @@ def is_own_test(splits: Splits, record: dict[str, Any]) -> bool:
 
 
 def num_seen(splits: Splits, record: dict[str, Any] | None) -> int | None:
-    """Number of test examples whose inputs the recorded run was trained on or calibrated with.
+    """Return the number of test examples whose inputs the recorded run used.
 
-    None without a record. Of the run's own test part it is 0: equal inputs are a coincidence there.
+    A run uses inputs for training or calibration. None without a record. For the run's own test
+    part it is 0, because equal inputs are a coincidence there.
     """
     if record is None:
         return None
@@ -127,7 +130,8 @@ def num_seen(splits: Splits, record: dict[str, Any] | None) -> int | None:
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
     """Whether there is a validation set on which the network was certainly not trained.
 
-    That is so if the training set is the recorded one, as the validation set is disjoint from it.
+    This is the case if the training set is the recorded one, because the validation set is disjoint
+    from it.
     """
     if splits.validation is None or record is None:
         return False

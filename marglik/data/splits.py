@@ -1,4 +1,4 @@
-"""Data in memory, divided into training, validation and test examples; how parts are chosen."""
+"""Data in memory, split into training, validation and test examples, and functions to split it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
@@ -22,18 +22,18 @@ Pair = tuple[Any, Tensor]
 
 
 class DataSource(ABC):
-    """A source of data, with a test set of its own."""
+    """A source of data with its own test set."""
 
     @abstractmethod
     def load(self) -> "Splits":
-        """Return the data; the same arguments always give the same."""
+        """Return the data; the same arguments always give the same data."""
 
     def load_undivided(self) -> "Splits | None":
-        """All examples as test data, of a source that is divided at random; of others None."""
+        """Return all examples as test data if the source is split at random; otherwise None."""
         return None
 
     def encoded_as(self, record: dict[str, Any]) -> "DataSource":
-        """The same data as the recorded data was encoded; a table has such an encoding."""
+        """Return the data with the encoding of the recorded data; a table has such an encoding."""
         return self
 
     def load_test(self) -> tuple[Pair, str]:
@@ -47,30 +47,30 @@ class DataSource(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """A data set of any kind, divided: images, sequences, graphs, rows of a table.
+    """A data set of any kind, split into parts: images, sequences, graphs, rows of a table.
 
     Args:
-        train: inputs x (N, ...), or N graphs, and targets y (N, ...) to train on. Images are uint8
-            pixels (N, C, H, W), neither augmented nor normalised.
-        validation: the same for validation, disjoint from the training examples, or None.
-        test: the same for testing; nothing is chosen by it.
+        train: inputs x (N, ...), or N graphs, and targets y (N, ...) of the training data. Images
+            are uint8 pixels (N, C, H, W), neither augmented nor normalised.
+        validation: the same for the validation data, disjoint from the training data, or None.
+        test: the same for the test data, which is never used for a choice.
         name: name of the data in tables and figures.
         classes: class names; label k stands for ``classes[k]``. None if targets are not class
             labels, or the number of classes is unknown.
-        ignore_index: label of targets that do not count, such as those of padding; None if all
-            count.
-        table: how the rows of a table became inputs; None for other data.
+        ignore_index: label of targets that do not count, such as padding; None if all count.
+        table: encoding of a table's rows; None for other data.
         target_scale: mean and standard deviation by which targets of a table are standardised.
-        mean: of images, by which they are normalised: the mean of the training pixels per channel,
-            in 0..255. None for other data.
-        std: the standard deviation to it.
-        train_indices: (N,) of the training examples in the source, from 0: rows of a file, images
-            of a data set in its own order. None if they are all of them, in this order.
+        mean: mean of the training pixels per channel, in 0..255, by which images are normalised.
+            None for other data.
+        std: the corresponding standard deviation.
+        train_indices: (N,) indices of the training examples in the source, from 0: rows of a file,
+            or images of a data set in its own order. None if the training examples are all of them,
+            in this order.
 
     Raises:
-        ValueError: if a split has no examples, different numbers of inputs and targets, or values
-            that are not finite; if the splits differ in the shape or dtype of an example; if a
-            label has no class; or if images and their mean and std do not fit together.
+        ValueError: a split has no examples, different numbers of inputs and targets, or values that
+            are not finite; the splits differ in the shape or dtype of an example; a label has no
+            class; or images and their mean and std do not fit together.
     """
 
     train: Pair
@@ -128,19 +128,19 @@ class Splits:
 
     @property
     def indices_in_source(self) -> Tensor:
-        """``train_indices`` (N,), also where these are all."""
+        """Return ``train_indices`` (N,), also if these are all."""
         every = torch.arange(len(self.train[1]))
         return every if self.train_indices is None else self.train_indices
 
     @property
     def targets(self) -> TargetOptions:
-        """How batches of this data give their targets."""
+        """Form of the targets in batches of this data."""
         return TargetOptions(ignore_index=self.ignore_index)
 
     def with_target_scale(self, scale: tuple[float, float] | None) -> "Splits":
-        """The same with targets standardised by this mean and standard deviation, or as they are.
+        """Return the data with targets scaled by this mean and standard deviation, or unscaled.
 
-        By whatever they were standardised before.
+        An earlier standardisation is reverted.
         """
         (own_mean, own_std), (mean, std) = self.target_scale or (0.0, 1.0), scale or (0.0, 1.0)
 
@@ -183,7 +183,7 @@ class Splits:
 
 
 def described(values: Inputs) -> str:
-    """A description of an example that is the same for all data that a network could take."""
+    """Return a description of an example that is equal for all data that fit the same network."""
     if isinstance(values, Graphs):
         return (
             f"graphs with {values.nodes.shape[1]} features per node and {values.edges.shape[1]} "
@@ -193,7 +193,7 @@ def described(values: Inputs) -> str:
 
 
 def tensors_in(part: Pair) -> list[Tensor]:
-    """The tensors of a split: inputs first, the targets last."""
+    """Return the tensors of a split: inputs first, targets last."""
     x, y = part
     if isinstance(x, Tensor):
         return [x, y]
@@ -201,7 +201,7 @@ def tensors_in(part: Pair) -> list[Tensor]:
 
 
 def take(part: Pair, indices: Tensor) -> Pair:
-    """The examples with the given indices (M,), in that order."""
+    """Return the examples with the given indices (M,), in that order."""
     x, y = part
     return x[indices], y[indices]
 
@@ -234,18 +234,18 @@ def check_values(name: str, values: Inputs) -> None:
 
 
 def check_fraction(argument: str, value: float, *, zero: bool = True) -> None:
-    """Raise a ValueError unless the fraction lies in [0, 1), or in (0, 1) if zero is False."""
+    """Raise a ValueError unless the fraction is in [0, 1), or in (0, 1) if zero is False."""
     if not (0 <= value < 1 if zero else 0 < value < 1):
         allowed = "in [0, 1), 0 for none" if zero else "between 0 and 1, both excluded"
         raise ValueError(f"{argument}={value} must be a fraction {allowed}.")
 
 
 class SplitError(ValueError):
-    """Examples that are too few to be divided as asked for."""
+    """There are too few examples for the requested split."""
 
 
 def hold_out(splits: Splits, share: float, seed: int, option: str = "held_out") -> Splits:
-    """The same data with a random part of the training examples as its validation set.
+    """Return the data with a random part of the training examples as its validation set.
 
     The part is stratified if each example has a class. Mean and standard deviation of images are
     not computed again.
@@ -254,10 +254,10 @@ def hold_out(splits: Splits, share: float, seed: int, option: str = "held_out") 
         splits: the data, without a validation set.
         share: share of the training examples, in (0, 1).
         seed: seed of the choice.
-        option: what asks for the split, for errors.
+        option: option that requests the split, for errors.
 
     Raises:
-        SplitError: a share so small or so large that a part would be empty or lack a class.
+        SplitError: with this share a part would be empty or lack a class.
     """
     y = splits.train[1]
     classes, size, cause = splits.classes or (), round(share * len(y)), f"{option}={share}"
@@ -274,7 +274,7 @@ def hold_out(splits: Splits, share: float, seed: int, option: str = "held_out") 
 
 
 def divided(whole: Splits, test_fraction: float, validation: float, seed: int) -> Splits:
-    """Data whose test examples so far are all of it, with parts for testing and validation.
+    """Return data with parts for testing and validation, from data with only test examples.
 
     Args:
         whole: the data.
@@ -303,7 +303,7 @@ def stratified(
         size: number of examples to choose.
         classes: class names.
         seed: seed of the choice.
-        cause: the option that asks for the split, for errors.
+        cause: the option that requests the split, for errors.
 
     Raises:
         SplitError: if a part would be smaller than the number of classes, or a class has

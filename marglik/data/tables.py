@@ -1,4 +1,4 @@
-"""Tables: the rows of a CSV or Parquet file, divided, with targets as a likelihood takes them."""
+"""Tables: the rows of a CSV or Parquet file, split, with targets in the form of a likelihood."""
 
 import re
 import warnings
@@ -17,7 +17,8 @@ from marglik.data.files import in_float32
 from marglik.data.splits import DataSource, Splits, check_fraction, divided
 
 MOST_CATEGORIES = 100
-"""Of a column of text, which becomes as many columns; more of them are probably names of rows."""
+"""Maximum number of values in a column of text, which becomes as many columns. A column with more
+values probably contains row names."""
 DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 Missing = Literal["indicator", "error"]
 
@@ -26,29 +27,29 @@ Missing = Literal["indicator", "error"]
 class TableFile(DataSource):
     """A CSV or Parquet file with one example per row, read by pandas.
 
-    Numbers are taken as they are: `marglik train` standardises each column by the training part, in
-    the network, so that a saved network takes rows of the file. A column of text becomes a column
-    of zeros and ones for each of its values. A target of fractions is for likelihood regression,
-    standardised by the training part (the file ``posterior.json`` has its mean and standard
-    deviation); any other is a class.
+    Numbers are not changed here. `marglik train` standardises each column by the training rows
+    inside the network, so that a saved network accepts rows of the file. A column of text becomes a
+    column of zeros and ones for each of its values. If the target has fractions, it is for
+    likelihood regression and is standardised by the training rows (the file ``posterior.json`` has
+    its mean and standard deviation). Any other target is a class.
 
     Args:
-        path: the file; one that ends in .parquet is read as Parquet, others as CSV.
+        path: the file; files ending in .parquet are Parquet, others CSV.
         target: name of the column to predict; the last one if not given.
-        drop: names of columns that are no inputs, such as ids and dates: "[id, date]".
-        classes: whether the target is a class; if not given, whether it is text, yes or no, or
-            integers.
-        standardise: whether a target that is no class is standardised; not for counts (poisson).
-        missing: what to do with missing values of inputs. indicator adds a column of zeros and ones
-            that says where they are, and takes the training part's median for numbers; error
-            refuses them. A missing target is refused in any case.
+        drop: names of columns that are not inputs, such as ids and dates: "[id, date]".
+        classes: whether the target is a class. If not given, text, booleans and integers are
+            classes.
+        standardise: whether a numeric target is standardised; not for counts (poisson).
+        missing: treatment of missing input values. indicator adds a column of zeros and ones that
+            marks them, and replaces numbers by the median of the training rows. error rejects them.
+            A missing target is always rejected.
         test_fraction: share of all rows that become the test set, in (0, 1).
         validation: share of the training rows that become the validation set, in [0, 1).
         seed: seed of both splits, which are stratified by class.
         name: name of the data in tables and figures; the file's name if not given.
 
     Raises:
-        ValueError: if a fraction is out of range, or ``drop`` names the target.
+        ValueError: a fraction is out of range, or ``drop`` includes the target.
     """
 
     path: str | Path
@@ -74,7 +75,7 @@ class TableFile(DataSource):
         self._encoding: TableEncoding | None = None
 
     def encoded_as(self, record: dict[str, Any]) -> Self:
-        """The same rows with the encoding of the data that a network was trained on."""
+        """Return the same rows with the encoding of the training data."""
         other = copy(self)
         other._encoding = TableEncoding(**record["table"]) if "table" in record else None
         return other
@@ -83,10 +84,10 @@ class TableFile(DataSource):
         """Return the data: inputs (N, columns) in float32, classes (N,) or numbers (N, 1).
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if it cannot be read, or has no such column; missing or infinite values; too
-                many texts in a column; a class with too few rows. One error names all columns that
-                cannot be inputs.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file cannot be read or has no such column, values are missing or
+                infinite, a column has too many texts, or a class has too few rows. One error lists
+                all columns that cannot be inputs.
         """
         splits = divided(self._whole(), self.test_fraction, self.validation, self.seed)
         if self._encoding is None:
@@ -94,7 +95,7 @@ class TableFile(DataSource):
         return self._scaled(self._filled(splits))
 
     def load_undivided(self) -> Splits:
-        """All rows as test data."""
+        """Return all rows as test data."""
         return self._scaled(self._filled(self._whole()))
 
     def _warn_of_copies(self, splits: Splits) -> None:

@@ -1,6 +1,6 @@
-"""Small networks for small data: fully connected, and two convolutions with three linear layers.
+"""Small networks for small data: an MLP, and a LeNet with two convolutions and three linear layers.
 
-Sizes of None are those of the data: `marglik train` fills them in.
+`marglik train` sets sizes of None from the data.
 """
 
 from collections.abc import Sequence
@@ -64,12 +64,12 @@ class MLP(nn.Module):
 
 
 class Standardised(nn.Module):
-    """A network on standardised columns, f((x − mean) / std), for inputs (N, d) as they are.
+    """A network on standardised columns, f((x − mean) / std), for unscaled inputs (N, d).
 
     Args:
         model: f.
-        mean: d means, of the training part.
-        std: d standard deviations; 1 for a column that is constant.
+        mean: d means of the training split.
+        std: d standard deviations of the training split; 1 for a constant column.
     """
 
     mean: Tensor

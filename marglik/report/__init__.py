@@ -1,4 +1,4 @@
-"""A report on runs: one HTML page that needs nothing but a browser."""
+"""A report on runs: one HTML page that needs only a browser."""
 
 from marglik.report.page import write_report
 

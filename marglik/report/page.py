@@ -1,4 +1,4 @@
-"""The page: sections rendered into one self-contained HTML file."""
+"""Render the report's sections into one self-contained HTML file."""
 
 import base64
 import zlib
@@ -20,25 +20,25 @@ with extra("report"):
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
 COMPARISON = "comparison.html"
-"""The page about several runs, beside the first one's folder."""
+"""The report about several runs, next to the first one's folder."""
 DATE_FORMAT = "%Y-%m-%d %H:%M UTC"
 
 
 def write_report(folders: Sequence[Path | str], output: Path | str | None = None) -> Path:
-    """Write one HTML page about one or several runs; returns its path.
+    """Write one HTML page about one or several runs; return its path.
 
-    The page contains all that it shows, including its scripts, and makes no network request.
+    The page contains everything, including its scripts, and makes no network request.
 
     Args:
-        folders: folders of runs that `marglik train` has written; several are compared.
-        output: the file to write, replaced if it exists; None writes report.html into the folder of
-            a single run, and comparison.html beside the first folder of several, which all keep
-            their own pages.
+        folders: folders of runs written by `marglik train`; several runs are compared.
+        output: file to write to, replaced if it exists. None writes report.html into the folder of
+            a single run, or comparison.html next to the first folder of several runs, whose own
+            pages are kept.
 
     Raises:
-        FileNotFoundError: a folder that does not exist.
-        ValueError: no folder, a folder given twice, a folder that is not of a run, a damaged file
-            in it, or an output that is a folder or a run's own file.
+        FileNotFoundError: a folder does not exist.
+        ValueError: there is no folder, a folder is given twice or is not the folder of a run, a
+            file in it is damaged, or the output is a folder or a file of a run.
     """
     runs = read_runs([Path(folder) for folder in folders])
     first = runs[0].folder

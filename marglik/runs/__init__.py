@@ -1,1 +1,1 @@
-"""What the commands do, and their options."""
+"""The commands' work, and their options."""

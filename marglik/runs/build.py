@@ -1,4 +1,4 @@
-"""What commands share before their work: device, ranks, networks, and the check that all fits."""
+"""Common preparation of the commands: device, ranks, networks, and consistency checks."""
 
 import logging
 import os
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 RANK_TIMEOUT = timedelta(minutes=10)
-"""How long a process waits for another, before all end."""
+"""How long a process waits for another one before all end."""
 
 
 def device_of(accelerator: Accelerator) -> torch.device:
-    """The device that ``--accelerator`` names; "auto" takes the first GPU, if there is one.
+    """Return the device for ``--accelerator``; "auto" selects the first GPU, if there is one.
 
     Raises:
-        ValueError: a device that this machine does not have.
+        ValueError: this machine does not have the device.
     """
     has_gpu = torch.cuda.is_available()
     if accelerator == "cuda" and not has_gpu:
@@ -55,12 +55,12 @@ def device_of(accelerator: Accelerator) -> torch.device:
 def build_fabric(
     accelerator: Accelerator, precision: Precision = "32-true"
 ) -> "Fabric | OneDevice":
-    """A launched Fabric: device and precision of training steps, and torchrun's processes, if any.
+    """Return a launched Fabric: device and precision of training steps, and torchrun's processes.
 
-    For one process in full precision, what does the same without Lightning.
+    For one process in full precision, it returns an equivalent object without Lightning.
 
     Raises:
-        ValueError: a device that this machine does not have, or more processes than GPUs.
+        ValueError: this machine does not have the device, or there are more processes than GPUs.
     """
     device = device_of(accelerator)
     by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
@@ -103,11 +103,11 @@ def check_model(
     """Run two training examples through the network, the curvature pass and the predictive.
 
     Raises:
-        ValueError: a network that cannot take the inputs, or does not return (N, C) with one output
-            per class, or (N, R, C) for class labels (N, R); targets that do not fit the likelihood;
-            a predictive that does not support such outputs.
-        TypeError: outputs that are no tensor, class labels that are not integers.
-        NotImplementedError: a layer without a K-FAC rule, or one that cannot predict.
+        ValueError: the network does not accept the inputs, or does not return (N, C) with one
+            output per class, or (N, R, C) for class labels (N, R); targets do not fit the
+            likelihood; or the predictive does not support such outputs.
+        TypeError: outputs are not a tensor, or class labels are not integers.
+        NotImplementedError: a layer has no K-FAC rule, or cannot predict.
     """
     likelihood = likelihood_of(likelihood)
     if splits.classes is not None and likelihood.kind == "continuous":
@@ -177,9 +177,9 @@ def _identities(factors: KroneckerFactors) -> KroneckerFactors:
 def with_learned_augmentation(
     model: nn.Module, splits: Splits, provenance: Provenance
 ) -> tuple[LearnedAugmentation, Provenance]:
-    """The network in a `LearnedAugmentation` for images, and how both are built again.
+    """Return the network in a `LearnedAugmentation` for images, and the specification of both.
 
-    All images are moved, turned, scaled and sheared, those with colours also recoloured and
+    All images are shifted, rotated, scaled and sheared. Colour images are also recoloured and
     mirrored.
     """
     has_colours = splits.image_shape[0] == 3
@@ -193,7 +193,7 @@ def with_learned_augmentation(
 def with_standardised_columns(
     model: nn.Module, splits: Splits, provenance: Provenance
 ) -> tuple[nn.Module, Provenance]:
-    """For a table, the network in a `Standardised` by the training part, and how it is built."""
+    """Return the network of a table in a `Standardised`, and the specification of both."""
     if splits.table is None:
         return model, provenance
     x = tensors_in(splits.train)[0].double()  # in float32, sums of large numbers overflow
@@ -211,7 +211,7 @@ def _around(provenance: Provenance, path: str, **arguments: Any) -> Provenance:
 
 
 def sizes_of(splits: Splits, likelihood: str = "classification") -> dict[str, int]:
-    """The sizes of a network for this data and likelihood, by the names of its arguments."""
+    """Return the sizes of a network for this data and likelihood, by the names of its arguments."""
     x, *_, y = tensors_in(splits.train)
     sizes = {"in_features": x[0].numel(), "num_classes": _num_outputs(splits, likelihood)}
     of_images = {"in_channels": x.shape[1], "image_size": x.shape[-1]} if x.dim() == 4 else {}

@@ -1,4 +1,4 @@
-"""What a command prints: lines of progress, and the tables at its end."""
+"""Print progress lines and result tables."""
 
 import logging
 import shutil
@@ -21,13 +21,13 @@ from marglik.records import (
 
 LAYERS_SHOWN, SUSPICIOUS_SHOWN = 20, 3
 LONGEST_NAME = 36
-"""Longer names of rows lose their middle."""
+"""Maximum length of row names. Longer names lose their middle."""
 
 
 def printable(text: str) -> str:
-    """The text on a terminal; what a terminal would act on, or not show, as Python writes it.
+    """Return a text with control characters and unprintable characters escaped.
 
-    Names of data, classes and tensors come from files, perhaps from someone else's.
+    Names of data, classes and tensors come from files, which may be someone else's.
     """
     characters = (
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
@@ -41,7 +41,7 @@ def say(text: str = "") -> None:
 
 
 def print_results(results: Results, report: Path) -> None:
-    """Print what `marglik train` found: evidence, weight decays, metrics, the folder."""
+    """Print the results of `marglik train`: evidence, weight decays, metrics, the folder."""
     num_data, evidence = results.num_data, results.evidence
     if results.verdict:
         say()
@@ -70,7 +70,7 @@ def print_results(results: Results, report: Path) -> None:
 
 
 def print_evaluation(evaluation: Evaluation, report: Path) -> None:
-    """Print the main metrics of each predictive, and what its calibration found."""
+    """Print the main metrics of each predictive, and its calibration."""
     say(f"{evaluation.data}: {evaluation.num_test} test examples")
     if evaluation.seen_in_words:
         _print_paragraph(evaluation.seen_in_words)
@@ -207,9 +207,9 @@ class _PrintableFormatter(logging.Formatter):
 
 @contextmanager
 def progress_lines(prefix: str = "") -> Iterator[None]:
-    """A context that prints what the package logs (epochs, updates, evaluations) to stderr.
+    """Context manager that prints the package's log (epochs, updates, evaluations) to stderr.
 
-    For files and pipes, where progress bars are hidden.
+    It is for files and pipes, in which progress bars are hidden.
 
     Args:
         prefix: start of each line, such as the name of the run if several share stderr.

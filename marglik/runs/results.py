@@ -1,4 +1,4 @@
-"""What ``results.json`` says of a posterior and its data, in the units that people know."""
+"""Collect the content of ``results.json`` about a posterior and its data, in the data's units."""
 
 import math
 from dataclasses import replace
@@ -33,10 +33,9 @@ from marglik.runs.setup import Setup
 from marglik.training.loop import OnlineResult
 
 MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
-"""Number of suspicious labels at most, and of images that are shown as an augmentation changes
-them."""
+"""Maximum number of suspicious labels, and of images with augmented copies."""
 LARGEST_PICTURE = 48
-"""Height and width (pixels) of pictures at most: a few kilobytes each."""
+"""Maximum height and width (pixels) of pictures, which then have a few kilobytes each."""
 
 
 # A table's targets are standardised for training. What people read is in the target's own unit:
@@ -44,7 +43,7 @@ LARGEST_PICTURE = 48
 
 
 def evaluation_in_units(evaluation: Evaluation, splits: Splits) -> Evaluation:
-    """An evaluation in units of the targets, from one of standardised targets."""
+    """Return an evaluation in units of the targets, from an evaluation of standardised targets."""
     if splits.target_scale is None:
         return evaluation
     predictives: dict[str, PredictiveRecord] = {
@@ -96,7 +95,7 @@ def _in_units(calibration: dict[str, Any], std: float) -> dict[str, Any]:
 
 
 def posterior_results(setup: Setup, laplace: Posterior) -> dict[str, Any]:
-    """What a posterior says in `Results`: noise, and each tensor's weight decay."""
+    """Return the fields of `Results` from a posterior: noise, and each tensor's weight decay."""
     splits = setup.splits
     gamma = laplace.effective_parameters()
     delta = laplace.prior_precision.expand(laplace.n_layers)
@@ -121,7 +120,7 @@ def posterior_results(setup: Setup, laplace: Posterior) -> dict[str, Any]:
 
 
 def learned_results(setup: Setup, outcome: OnlineResult, evaluation: Evaluation) -> dict[str, Any]:
-    """What the learned network's training and evaluation say in `Results`."""
+    """Return the fields of `Results` from the learned network's training and evaluation."""
     laplace, splits = outcome.laplace, setup.splits
     label = setup.predictive.for_posterior(laplace).label
     fit = laplace.calibrations.get(label)

@@ -1,4 +1,4 @@
-"""What the trainings of a run share, and the checks of it before any work."""
+"""Check and prepare everything that the trainings of a run share."""
 
 import warnings
 from dataclasses import asdict, dataclass, replace
@@ -39,16 +39,16 @@ NOT_OF_THE_RESULT = [
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the trainings of a run share: data, network, options, devices.
+    """Shared setup of a run's trainings: data, network, options, devices.
 
     Args:
-        splits: the data, with a validation set where one was held out for calibration.
-        held_out: number of the others, which were held out for calibration; 0 if the validation set
-            is the data's own, or there is none.
+        splits: the data, with a validation set if one was held out for calibration.
+        held_out: number of examples held out for calibration; 0 if the validation set is the data's
+            own, or there is none.
         model: the network that learns; at its initial parameters until it is trained.
-        provenance: the options, and how this network and the data are built.
+        provenance: the options, and the specifications of this network and the data.
         fabric: a launched Fabric or `OneDevice`: device and precision of the training steps.
-        ranks: those of the Fabric, each of which has a part of every batch.
+        ranks: ranks of the Fabric, each of which has a part of every batch.
     """
 
     splits: Splits
@@ -78,11 +78,11 @@ def checked_setup(
     run: RunConfig,
     provenance: Provenance,
 ) -> Setup:
-    """The setup of `marglik.runs.train.train`, whose arguments these are, once they are checked.
+    """Check the arguments of `marglik.runs.train.train` and return the setup.
 
     Raises:
-        ValueError: options, data or model that do not fit together.
-        NotImplementedError: a layer without a K-FAC rule.
+        ValueError: options, data and model do not fit together.
+        NotImplementedError: a layer has no K-FAC rule.
     """
     fabric = build_fabric(run.accelerator, run.precision)
     ranks = ranks_of(fabric)
@@ -130,9 +130,10 @@ def checked_setup(
 
 
 def check_test_labels(splits: Splits, likelihood: Likelihood) -> None:
-    """Warn of labels that the test part alone has; raise a ValueError if it has no others.
+    """Warn of labels that only the test part has; raise a ValueError if it has no other labels.
 
-    Only where each example has one label: a rare token of a text may well be in one part alone.
+    This applies only if each example has one label. A rare token of a text may well be in one part
+    only.
     """
     parts = [part for part in (splits.train, splits.validation, splits.test) if part is not None]
     *others, y = (tensors_in(part)[-1].cpu() for part in parts)
@@ -156,10 +157,10 @@ def check_test_labels(splits: Splits, likelihood: Likelihood) -> None:
 
 
 def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[str]:
-    """What the learned network has and a plain one lacks, in words.
+    """Return names of the learned quantities that a plain network lacks.
 
     Raises:
-        ValueError: options that would learn nothing, or leave nothing to compare.
+        ValueError: the options would learn nothing, or leave nothing to compare.
     """
     is_fixed = prior.method == "fixed"
     if is_fixed and run.augmentation == "learned":
@@ -189,14 +190,14 @@ def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[
 
 
 def identity_of(setup: Setup, model_name: str) -> dict[str, Any]:
-    """What identifies a run, as plain data: data, network, options.
+    """Return the identity of a run as plain data: data, network, options.
 
-    SHA-256 sums stand for all inputs, labels and initial parameters. A checkpoint is only resumed
-    if its run has the same identity.
+    SHA-256 sums represent all inputs, labels and initial parameters. A checkpoint can only be
+    resumed by a run with the same identity.
 
     Args:
-        setup: whose network is at its initial parameters.
-        model_name: of the network's class.
+        setup: setup with the network at its initial parameters.
+        model_name: name of the network's class.
     """
     splits, ood = setup.splits, setup.ood_images
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}

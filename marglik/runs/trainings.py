@@ -1,4 +1,4 @@
-"""The trainings of a run: how each is built and trained, calibrated, evaluated and compared."""
+"""The trainings of a run: build, train, calibrate, evaluate and compare networks."""
 
 import logging
 import time
@@ -44,12 +44,12 @@ class Training:
     """One of the networks that a run trains.
 
     Args:
-        name: "learned", whose weight decays the evidence learns; "member_1" and so on, with the
-            course of these decays; or "plain", with the initial one, and with neither an average
-            nor a learned noise.
-        build: makes the network at its initial parameters.
-        seed: of all its random numbers.
-        checkpoints: what it is resumed from.
+        name: "learned", whose weight decays the evidence learns; "member_1" and so on, which replay
+            these weight decays; or "plain", with the initial weight decay, without an average and
+            without learned noise.
+        build: function that returns the network at its initial parameters.
+        seed: seed of all its random numbers.
+        checkpoints: its checkpoints, for a resume.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Training:
 
 
 def named_trainings(setup: Setup, folder: Path, identity: dict[str, Any]) -> list[Training]:
-    """The learned network, the ensemble's other members, and the plain network, in this order.
+    """Return the trainings: the learned network, the ensemble's members, the plain network.
 
-    ``identity`` is the run's: checkpoints of another one in its folder are refused.
+    ``identity`` is the run's; checkpoints of another run in its folder raise an error.
     """
     model: Any = setup.model
     # At the initial parameters, and without learned ranges.
@@ -89,13 +89,13 @@ def train_network(
     """Train a network and its prior, starting from a checkpoint if there is one.
 
     Args:
-        setup: of the run.
-        training: which network.
-        on_record: called with the record of each epoch and update.
-        first: what the learned training came to, for a member.
+        setup: setup of the run.
+        training: the network's training.
+        on_record: function that gets the record of each epoch and update.
+        first: result of the learned training, for a member.
 
     Raises:
-        FloatingPointError: training diverged.
+        FloatingPointError: the training diverged.
     """
     run, prior, splits, likelihood = setup.run, setup.prior, setup.splits, setup.likelihood
     torch.manual_seed(training.seed)
@@ -147,7 +147,7 @@ def calibrate(setup: Setup, laplace: Posterior) -> None:
 
 
 def train_ensemble(setup: Setup, first: OnlineResult, members: Sequence[Training]) -> Ensemble:
-    """The learned network, whose training is ``first``, and members that replay its decays."""
+    """Return the ensemble of the learned network (``first``) and members that replay its decays."""
     models, seconds = [setup.model], first.seconds
     for number, training in enumerate(members, 2):
         _logger.info("training member %d of %d", number, len(members) + 1)
@@ -173,7 +173,7 @@ def _calibrated(
 def evaluate_learned(
     setup: Setup, laplace: Posterior, ensemble: Ensemble | None
 ) -> tuple[Evaluation, ExampleScores]:
-    """The content of ``evaluation.json``, and the scores of each test example."""
+    """Return the content of ``evaluation.json``, and the scores of each test example."""
     run, ranks = setup.run, setup.ranks
     predictives = predictives_of(laplace, [setup.predictive], ensemble, seed=run.seed, ranks=ranks)
     return _evaluated(setup, predictives, laplace.likelihood)
@@ -195,9 +195,9 @@ def _evaluated(
 def compare_with_plain(
     setup: Setup, plain: Training, results: Results, scores: ExampleScores, gains: list[str]
 ) -> Results:
-    """Train the plain network, which lacks ``gains``; returns the results with the verdict.
+    """Train the plain network, which lacks ``gains``; return the results with the verdict.
 
-    The ``results`` so far are the learned network's, as are the ``scores`` of `evaluate_learned`.
+    ``results`` and ``scores`` (of `evaluate_learned`) belong to the learned network.
     """
     _logger.info("training the plain network for the comparison")
     try:
@@ -239,9 +239,9 @@ def compare_with_plain(
 def fitted_to_residuals(
     likelihood: Likelihood, model: nn.Module, batches: Batches
 ) -> tuple[Likelihood, float]:
-    """The likelihood with those parameters that are not given at their maximum likelihood; and σ.
+    """Return the likelihood with unspecified parameters at their maximum likelihood, and σ.
 
-    At the network's outputs for ``batches``; by a factor of e⁵ at most.
+    They are fitted to the network's outputs for ``batches``, within a factor of e⁵.
     """
     with torch.no_grad(), eval_mode(model):
         outputs = [(outputs_of(model, x).double().cpu(), y.double().cpu()) for x, y in batches]
@@ -273,7 +273,7 @@ def fitted_to_residuals(
 
 
 def compare_with_simple_models(setup: Setup, results: Results, scores: ExampleScores) -> Results:
-    """The results with those of scikit-learn's models on the same rows of a table."""
+    """Return the results with those of scikit-learn's models on the same rows of a table."""
     train, validation = setup.splits.train, setup.splits.validation
     if setup.held_out and validation is not None:  # the posterior has seen them, too
         train = torch.cat([train[0], validation[0]]), torch.cat([train[1], validation[1]])

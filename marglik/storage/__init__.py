@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, and how it is kept whole."""
+"""Files in the folder of a run, and their integrity."""

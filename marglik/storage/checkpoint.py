@@ -1,8 +1,8 @@
-"""The state of a run, from which another process can continue: one file of torch's, and its sum.
+"""Checkpoint of a run, from which another process can continue: one file with its checksum.
 
 torch's restricted loader (``weights_only``) reads it, which runs no code. The file ends with the
-SHA-256 sum of what comes before. It is replaced in one step: whenever the process is killed, there
-is one whole state.
+SHA-256 sum of its content. It is replaced in one step. If the process is killed at any time, there
+is one complete state.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from kfac_backend.ranks import Ranks
 
 STATE = "state.pt"
 MINUTES = 1.0
-"""Least time between two states, unless one is to be written in any case."""
+"""Minimum time between two states, unless one is required."""
 SIZE_OF_SUM = hashlib.sha256().digest_size
 REMEDY = "Start again with --overwrite instead of --resume."
 
@@ -27,16 +27,16 @@ REMEDY = "Start again with --overwrite instead of --resume."
 class Checkpoints:
     """The latest state of a run, in a folder: rank 0 writes it, all ranks read it.
 
-    A state is nested dicts, lists and tuples of plain data and tensors. The caller asks `is_due`,
-    calls `save`, and in a later process `exists` and `load`. Each is collective, and rank 0
-    decides: clocks differ, and so may what ranks see of a shared file system. Ranks that disagreed
-    would wait for each other.
+    A state consists of nested dicts, lists and tuples of plain data and tensors. The caller calls
+    `is_due` and `save`, and in a later process `exists` and `load`. Each is collective, and rank 0
+    decides. Clocks differ between ranks, and so may their views of a shared file system. If ranks
+    disagreed, they would wait for each other.
 
     Args:
-        folder: where to keep the state; created with the first one.
-        minutes: least time between two states; with 0 one is always due. By default `MINUTES`.
-        run: what identifies the run, plain data; the state of another run is refused.
-        ranks: who works on the run; `OnlineTraining` sets its own.
+        folder: folder of the state; created with the first one.
+        minutes: minimum time between two states; with 0 one is always due. By default `MINUTES`.
+        run: identity of the run, plain data; the state of another run raises an error.
+        ranks: ranks of the run; `OnlineTraining` sets its own.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """Whether the least time has passed since the last state."""
+        """Whether the minimum time has passed since the last state."""
         due = time.monotonic() - self._last >= self._seconds
         return self.ranks.gather(due)[0]
 
@@ -64,7 +64,7 @@ class Checkpoints:
         return self.ranks.gather(exists)[0]
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace the state; raises an UnpicklingError if it would not be read back."""
+        """Replace the state; raise an UnpicklingError if it could not be read again."""
         if self.ranks.rank > 0:
             return
         stream = io.BytesIO()
@@ -77,11 +77,11 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def load(self) -> dict[str, Any]:
-        """The state, with its tensors on the CPU: ``load_state_dict`` moves them.
+        """Return the state, with its tensors on the CPU; ``load_state_dict`` moves them.
 
         Raises:
-            FileNotFoundError: no state.
-            ValueError: a state of another run, or a damaged file.
+            FileNotFoundError: there is no state.
+            ValueError: the state belongs to another run, or the file is damaged.
             RankError: ranks have read different states.
         """
         path = self.folder / STATE
@@ -101,11 +101,11 @@ class Checkpoints:
 
 
 def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) -> None:
-    """Raise a ValueError that names what differs, unless ``folder`` holds the run asked for.
+    """Raise a ValueError that names a difference, unless ``folder`` contains the requested run.
 
     Args:
-        here: what identifies the run asked for, as plain data.
-        there: the same of the run in the folder.
+        here: identity of the requested run, as plain data.
+        there: identity of the run in the folder.
         folder: for the error.
     """
     # Both as they come from a file, where tuples are lists.
@@ -121,7 +121,7 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as a flat one with dotted names; lists and empty dicts are values."""
+    """Return nested dicts as a flat one with dotted names; lists and empty dicts are values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

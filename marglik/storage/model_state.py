@@ -1,4 +1,4 @@
-"""A network's parameters and buffers: copied, read from files, and checked against a network."""
+"""Copy, read and check a network's parameters and buffers."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from kfac_backend.atomic_files import read_tensors
 
 NESTED = ("state_dict", "model_state_dict", "model")
-"""Where a checkpoint has its state dict."""
+"""Keys under which a checkpoint may have its state dict."""
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
-"""What wrappers add to all names."""
+"""Prefixes that wrappers add to all names."""
 
 
 def tensors_of_others(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The parameters in a network's state dict that are not among ``names``; not copied.
+    """Return the parameters in a network's state dict that are not among ``names``; not copied.
 
     With the names of the trainable parameters, this is the frozen base, for example of LoRA.
     """
@@ -29,10 +29,10 @@ def tensors_of_others(model: nn.Module, names: Iterable[str]) -> dict[str, Tenso
 
 
 def names_replaced(model: nn.Module) -> set[str]:
-    """Names of parameters in the state dict that never run, since peft runs a trained copy instead.
+    """Return names of parameters that never run, because peft runs a trained copy instead.
 
     An example is the original head of a classifier (``modules_to_save``), which is initialised at
-    random: networks with the same adapters on the same base differ in it, but predict the same.
+    random. Networks with the same adapters on the same base differ in it, but predict the same.
     """
     replaced: set[str] = set()
     for prefix, module in model.named_modules():
@@ -45,14 +45,14 @@ def names_replaced(model: nn.Module) -> set[str]:
 
 
 def tensors_of(model: nn.Module, without: Iterable[str] = ()) -> dict[str, Tensor]:
-    """Copies of a network's parameters and buffers that safetensors can store.
+    """Return copies of a network's parameters and buffers that safetensors can store.
 
     Args:
         model: the network.
-        without: names in its state dict that are left out.
+        without: names in its state dict to omit.
 
     Raises:
-        ValueError: a state dict that holds something other than tensors.
+        ValueError: the state dict contains something other than tensors.
     """
     left_out = set(without)
     state = {name: value for name, value in model.state_dict().items() if name not in left_out}
@@ -69,10 +69,10 @@ def tensors_of(model: nn.Module, without: Iterable[str] = ()) -> dict[str, Tenso
 def check_state(
     model: nn.Module, state: dict[str, Tensor], source: str, *, casts: bool = False
 ) -> None:
-    """Raise a ValueError unless a state fits a network, naming the first tensor that does not.
+    """Raise a ValueError that names the first tensor of a state that does not fit a network.
 
-    With ``casts``, another precision of the same kind of numbers fits, too: ``load_state_dict``
-    rounds without a word.
+    With ``casts``, another precision of the same kind of numbers also fits, because
+    ``load_state_dict`` rounds without a warning.
     """
     own, kind = model.state_dict(), type(model).__name__
     for name in own | state:
@@ -103,18 +103,18 @@ def _described(tensor: Tensor | None, casts: bool) -> str:
 def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
     """Load a checkpoint's parameters into a network.
 
-    Reads files that end in .safetensors, and others, which torch.save wrote, with the restricted
-    loader (``weights_only``), which runs no code from them. The state dict may be at the top or
-    under "state_dict", "model_state_dict" or "model". If no name fits, prefixes that wrappers add
-    to all names are removed ("module.", "_orig_mod.", "model.", "net.").
+    It reads .safetensors files, and files of torch.save with the restricted loader
+    (``weights_only``), which runs no code. The state dict may be at the top or under "state_dict",
+    "model_state_dict" or "model". If no name fits, prefixes that wrappers add to all names are
+    removed ("module.", "_orig_mod.", "model.", "net.").
 
     Returns:
-        A note on names and dtypes that were changed, or None.
+        A note on changed names and dtypes, or None.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file that is damaged, holds more than tensors, or fits another network; a
-            tensor of another kind of number than the network's, or a sparse one.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, contains more than tensors, or fits another network; or a
+            tensor is sparse or has another kind of number than the network's.
     """
     path = Path(path)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""What makes a run repeatable and its posterior loadable: options, classes, versions, device."""
+"""Options, classes, versions and device, which make a run repeatable and its posterior loadable."""
 
 import platform
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The options of a run, and how its network and data are built."""
+    """The options of a run, and the specifications of its network and data."""
 
     options: str | None = None
     """All options as YAML."""
@@ -22,11 +22,11 @@ class Provenance:
 
 
 def check_yaml(text: str) -> None:
-    """Raise a ValueError for YAML with aliases: a few lines of them may stand for gigabytes.
+    """Raise a ValueError for YAML with aliases, of which a few lines may stand for gigabytes.
 
     Raises:
-        ValueError: aliases.
-        yaml.YAMLError: a text that is no YAML.
+        ValueError: the text has aliases.
+        yaml.YAMLError: the text is not YAML.
     """
     import yaml
 
@@ -35,7 +35,7 @@ def check_yaml(text: str) -> None:
 
 
 def environment(device: "torch.device") -> dict[str, Any]:
-    """Device, number of threads and versions, which numbers depend on."""
+    """Return device, number of threads and versions, on which numbers depend."""
     import torch  # which marglik --help is spared
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -48,6 +48,6 @@ def environment(device: "torch.device") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of the packages that results depend on and that are installed."""
+    """Return package -> version, for the installed packages that results depend on."""
     packages = ("marglik", "torch", "torchvision", "laplace-torch", "lightning")
     return {package: version(package) for package in packages if any(distributions(name=package))}

@@ -1,10 +1,10 @@
-"""The folder of a run: its files, records that show damage, and what a new run may replace.
+"""The folder of a run: its files, records with checksums, and rules for replacing it.
 
-A record is JSON with the SHA-256 sums of its own content and of files beside it. It is written
-after these, in one step: if it exists, they are complete. `results.json` has the sums of options,
-log and posterior; `posterior.json` those of its tensors; `evaluation.json` its own, and as
-``posterior`` that of the evaluated `posterior.json`. `report.html` is made from the others, and
-nothing reads it again. One command at a time may write to a folder.
+A record is JSON with the SHA-256 sums of its own content and of other files in the folder. It is
+written after these files, in one step: if it exists, they are complete. `results.json` has the sums
+of options, log and posterior; `posterior.json` has those of its tensors; `evaluation.json` has its
+own, and under ``posterior`` the sum of the evaluated `posterior.json`. `report.html` is made from
+the other files, and nothing reads it. One command at a time may write to a folder.
 """
 
 import json
@@ -26,7 +26,7 @@ CONFIG = "config.yaml"
 LOG = "log.jsonl"
 """A line of JSON per epoch and update."""
 RESULTS = "results.json"
-"""What `marglik train` has found."""
+"""The results of `marglik train`."""
 EVALUATION = "evaluation.json"
 """The metrics of the predictives."""
 POSTERIOR, FACTORS = "posterior.json", "posterior.safetensors"
@@ -36,15 +36,15 @@ MODEL = "model.safetensors"
 ENSEMBLE, MEMBERS = "ensemble.json", "ensemble.safetensors"
 """What all members of an ensemble share, and their parameters and buffers."""
 REPORT = "report.html"
-"""The page about the run."""
+"""The report about the run."""
 CHECKPOINT = "checkpoint"
-"""A folder that exists while training lasts: the states that --resume continues from."""
+"""A folder that exists during the training: the states from which --resume continues."""
 ALL = (
     RESULTS, POSTERIOR, EVALUATION, CONFIG, LOG, MODEL, FACTORS, ENSEMBLE, MEMBERS, REPORT,
     CHECKPOINT,
 )  # fmt: skip
 RECORDS = (RESULTS, POSTERIOR, EVALUATION, ENSEMBLE)
-"""Files that say of themselves that marglik wrote them."""
+"""Files that contain a mark of marglik."""
 TENSORBOARD, EVENTS = "tensorboard", "events.out.tfevents.*"
 """The folder with the curves that TensorBoard shows, and its files."""
 STATES = re.compile(r"learned|plain|member_[0-9]+")
@@ -58,13 +58,13 @@ def begin_run(
     overwrite: bool = False,
     resume: bool = False,
 ) -> None:
-    """Make this the folder of a new run, and remove what an old one left.
+    """Make this the folder of a new run, and remove the files of an old one.
 
-    Removed are files by the names above and links by these names, never what a link points to.
+    It removes files by the names above, and links with these names, but never the target of a link.
 
     Args:
         folder: need not exist yet.
-        options: what to write to ``config.yaml``.
+        options: content of ``config.yaml``.
         overwrite: whether an old run may be replaced.
         resume: whether the run continues from its checkpoints, which are then kept.
 
@@ -96,10 +96,10 @@ def begin_run(
 
 
 def check_free(folder: Path, overwrite: bool = False) -> None:
-    """Raise a FileExistsError if a new run would replace something that may be needed.
+    """Raise a FileExistsError if a new run would replace files that may be needed.
 
-    These are files that no run has left, and, without ``overwrite``, those of a run. An empty
-    folder of checkpoints, as of a command that was killed early, is nothing.
+    These are files that marglik did not write, and, without ``overwrite``, the files of a run. An
+    empty folder of checkpoints, left by a command that was killed early, does not count.
 
     Args:
         folder: need not exist.
@@ -128,9 +128,9 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
 
 
 def run_folder_of(path: Path) -> Path | None:
-    """The folder of a run that a file at this path would lie in, at any depth; None if in none.
+    """Return the run folder that a file at this path would be in, at any depth; None otherwise.
 
-    A folder with an empty folder `CHECKPOINT` alone is none: it may be anyone's.
+    A folder with only an empty folder `CHECKPOINT` is not a run folder, because it may be anyone's.
     """
     for folder in path.parent.resolve().joinpath(path.name).parents:
         if _has_record(folder) or (_names_of_states(folder) and _is_of_run(folder)):
@@ -161,9 +161,9 @@ def _names_of_states(folder: Path) -> list[str] | None:
 
 
 def remove_states(folder: Path) -> None:
-    """Remove the checkpoints of a run, and what killed processes have left half-written.
+    """Remove the checkpoints of a run, and incomplete files of killed processes.
 
-    That is the files that `Checkpoints` has written, and emptied folders; of a link itself alone.
+    It removes files written by `Checkpoints`, and empty folders; for a link only the link itself.
     """
     path = folder / CHECKPOINT
     if path.is_symlink():
@@ -183,12 +183,12 @@ def remove_states(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> str:
-    """Write a JSON file atomically; returns its SHA-256 sum."""
+    """Write a JSON file atomically; return its SHA-256 sum."""
     return write_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def write_record(path: Path, record: dict[str, Any], sums: Mapping[str, str] | None = None) -> str:
-    """Write a record with its own sum and those of its files, by name; returns the file's sum."""
+    """Write a record with its own sum and the sums of its files, by name; return the file's sum."""
     # As it will be read back: tuples become lists.
     record = json.loads(json.dumps({"format": _format(path)} | record))
     files = dict(sums or {})
@@ -202,10 +202,11 @@ def write_evaluation(folder: Path, evaluation: Evaluation, run: Path) -> None:
 
 
 def read_evaluation(folder: Path) -> Evaluation | None:
-    """The content of ``evaluation.json``; see `read_record`. None if there is no such file.
+    """Return the content of ``evaluation.json``, see `read_record`; None if there is no such file.
 
     Raises:
-        ValueError: it is of another posterior than the one in the folder; and as `read_record`.
+        ValueError: it belongs to another posterior than the one in the folder; and as
+            `read_record`.
     """
     evaluation, posterior = _read_as(Evaluation, folder / EVALUATION), folder / POSTERIOR
     if evaluation and posterior.is_file() and evaluation.posterior != file_sum(posterior):
@@ -217,14 +218,14 @@ def read_evaluation(folder: Path) -> Evaluation | None:
 
 
 def write_results(folder: Path, results: Results) -> None:
-    """Write ``results.json``, with the sums of the files that the run has written before."""
+    """Write ``results.json``, with the sums of the files that the run wrote before."""
     names = [name for name in (CONFIG, LOG, POSTERIOR, ENSEMBLE) if (folder / name).exists()]
     sums = {name: file_sum(folder / name) for name in names}
     write_record(folder / RESULTS, to_json(results), sums)
 
 
 def read_results(folder: Path) -> Results | None:
-    """The content of ``results.json``; see `read_record`. None if there is no such file."""
+    """Return the content of ``results.json``, see `read_record`; None if there is no such file."""
     return _read_as(Results, folder / RESULTS)
 
 
@@ -243,10 +244,11 @@ def _read_as(kind: type[Record], path: Path) -> Record | None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The content of a record, once it and the files that it names are verified; {} if none.
+    """Return the content of a record after verifying it and its files; {} if there is none.
 
     Raises:
-        ValueError: another program's file; one that is damaged, or lacks a file that it names.
+        ValueError: another program wrote the file, it is damaged, or a file that it names is
+            missing.
     """
     if not path.is_file():
         return {}
@@ -285,7 +287,7 @@ def _sum_of(record: dict[str, Any], sums: dict[str, str]) -> str:
 
 
 def read_posterior(folder: str | Path) -> dict[str, Any]:
-    """The content of ``posterior.json``, once it and the files that it names are verified.
+    """Return the content of ``posterior.json`` after verifying it and its files.
 
     Raises:
         FileNotFoundError: there is no posterior.
@@ -303,8 +305,8 @@ def read_posterior(folder: str | Path) -> dict[str, Any]:
 class RunLog:
     """Writes each record at once, so that its line is on disk before the next epoch starts.
 
-    It starts empty: a resumed run writes its earlier records again. Each record rewrites the whole
-    file, in one step as all others.
+    The log starts empty, and a resumed run writes its earlier records again. Each record rewrites
+    the whole file in one step.
 
     Args:
         folder: the run's folder.
@@ -322,6 +324,6 @@ class RunLog:
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
-    """The records of a run, in the order in which they were written; none if it has no log."""
+    """Return the records of a run in chronological order; none if it has no log."""
     path = Path(folder) / LOG
     return [parse_json(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
