@@ -1,7 +1,7 @@
 """K-FAC with expand and reduce modes, for torch models and as a backend of laplace-torch.
 
-`expand_and_reduce` says what the two modes are. What needs more modules is imported when first
-used; laplace-torch takes seconds to import.
+`expand_and_reduce` defines the two modes. Modules with large dependencies are imported on first
+use, because importing laplace-torch takes seconds.
 """
 
 from importlib import import_module

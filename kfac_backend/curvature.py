@@ -32,60 +32,62 @@ def kronecker_factors(
     process_group: ProcessGroupOption = "default",
     **keywords: Any,
 ) -> KroneckerFactors:
-    """Kronecker-factored GGN (K-FAC) of a model on data, B ⊗ A per parameter tensor.
+    """Return the Kronecker-factored GGN (K-FAC) of a model on data, B ⊗ A per parameter tensor.
 
-    Expand is exact for deep linear networks, Gaussian likelihood and one loss term per position;
-    reduce where positions are summed or averaged into one output per example. Source: Eschenhagen
-    et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
+    Expand is exact for deep linear networks, Gaussian likelihood and one loss term per position.
+    Reduce is exact for them if positions are summed or averaged into one output per example.
+    Source: Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
 
-    The model runs in the mode (train or eval) it is in; dropout that is on stays on. No other
-    thread may use the model meanwhile.
+    The model runs in its present mode (train or eval), and active dropout stays active. The model
+    must not be used by another thread during the pass.
 
     Before the pass, up to eight examples of the first batch run a few times through the model (the
-    whole batch, if the model takes no smaller one). They prove that the hooks see all uses of the
-    parameters and that no examples mix. (If the first batch has one example, a part of the proof
-    waits for the first batch of several.)
+    whole batch, if the model does not accept a smaller one). This proves that the hooks capture all
+    uses of the parameters and that examples do not mix. (If the first batch has one example, a part
+    of the proof waits for the first larger batch.)
 
     Args:
         model: any model of the supported layers (`kfac_backend.layers`); a layer may run several
             times, and layers may share a tensor. Parameters with ``requires_grad=False`` have no
-            block and cost nothing. Its parameters, their flags and its mode are not changed.
-        data: batches (x, y), or mappings with targets under ``dict_key_y``, which go to the model
-            whole, or by their entries' names if its forward has those; they are moved to the
-            model's device. Examples come first; batches may differ in size.
+            block and cost nothing. The model's parameters, their flags and its mode are not
+            changed.
+        data: batches (x, y), or mappings with targets under ``dict_key_y``. The model gets a
+            mapping whole, or its entries by name if its forward has these names. Batches are moved
+            to the model's device. The first axis is the examples; batches may differ in size.
         likelihood: "classification": logits (N, ..., C), labels (N, ...) in 0..C-1. "regression":
             outputs and targets (N, ..., C), noise 1. "bernoulli": C independent logits, targets in
             [0, 1]. Or another of `kfac_backend.likelihoods`.
-        options: all choices of the pass: mode, Fisher, which targets count; see `CurvatureOptions`.
-        generator: source of what fisher="mc" or "random_signs" draws, on the model's device.
+        options: all options of the pass: mode, Fisher, targets that count; see `CurvatureOptions`.
+        generator: random numbers for fisher="mc" or "random_signs", on the model's device.
         progress: whether to show a progress bar over the batches.
         process_group: the ranks of `torch.distributed` that have a shard of the data each. Every
-            rank must call this function. Each block of all the data is kept by one of them, its
-            owner; `KroneckerFactors.gathered` brings all to all ranks. Shards may differ in size,
-            or be empty, but must not overlap (``DistributedSampler`` repeats examples where the
-            ranks do not divide their number). None: this process alone. Over a model under
-            `torch.distributed.fsdp.fully_shard` all ranks that share it pass together.
-        keywords: single options, in place of those of ``options``: ``kfac_approx="reduce"``.
+            rank must call this function. One rank, the owner, stores each block of all the data;
+            `KroneckerFactors.gathered` brings all blocks to all ranks. Shards may differ in size,
+            or be empty, but must not overlap (``DistributedSampler`` repeats examples if the ranks
+            do not divide their number). None: this process alone. All ranks that share a model
+            under `torch.distributed.fsdp.fully_shard` pass together.
+        keywords: single options that override fields of ``options``: ``kfac_approx="reduce"``.
 
-    Where a Fisher draws, each rank has draws of its own, from the generator's state and its rank.
+    If a Fisher draws, each rank draws different numbers, from the generator's state and its rank.
     If all ranks have the same seed, the same seed and number of ranks give the same factors.
 
-    The factors are the sum over the batches as they are given. Where the
-    number of positions R depends on a batch's padding, so do the factors: a mask, or
-    `counted_positions`, makes R each example's own.
+    The factors are the sum over the given batches. If the number of positions R depends on a
+    batch's padding, the factors depend on it, too. A mask, or `counted_positions`, gives each
+    example its own R.
 
     On a CPU convolutions run in channels_last, which changes only rounding.
 
     Raises:
-        ValueError: no data, no trainable parameter, targets that do not fit, a model whose own loss
-            differs from ours, NaN or infinity in outputs (it names the parameter or the inputs that
-            have it, too), BatchNorm in train mode, an option that is not supported.
-        TypeError: inputs that are not of floating point, outputs that are not a tensor, labels
-            that are not integers, batches that are neither (x, y) nor a mapping.
-        KeyError: a mapping without ``dict_key_y``.
-        NotImplementedError: a parameter without a rule, or used in a way that cannot be followed.
-        torch.OutOfMemoryError: a batch that is too large; factors that do not fit whatever the
-            batch size, before the first batch.
+        ValueError: there is no data or no trainable parameter; targets do not fit; the model's own
+            loss differs from the likelihood's; outputs contain NaN or infinity (the error names the
+            parameter or the inputs that contain it, too); BatchNorm is in train mode; or an option
+            is not supported.
+        TypeError: inputs are not floating point, outputs are not a tensor, labels are not integers,
+            or batches are neither (x, y) nor a mapping.
+        KeyError: a mapping has no ``dict_key_y``.
+        NotImplementedError: a parameter has no rule, or an unsupported use.
+        torch.OutOfMemoryError: a batch is too large; or, before the first batch, the factors do not
+            fit for any batch size.
         RankError: another rank has another model or other options.
     """
     curvature = CurvaturePass(
@@ -96,15 +98,15 @@ def kronecker_factors(
 
 
 class CurvaturePass:
-    """Factors of batches that come one by one; the parameters must not change between them.
+    """Compute factors from single batches; the parameters must not change between them.
 
-    It can be used again for the same model, without another proof. Arguments are those of
+    The object can be used again for the same model, without another proof. It has the arguments of
     `kronecker_factors`.
 
     Raises:
-        ValueError: options that are not for the likelihood, the device or the model's layers.
-        NotImplementedError: a layer without a rule.
-        torch.OutOfMemoryError: factors that the device cannot hold.
+        ValueError: options do not fit the likelihood, the device or the model's layers.
+        NotImplementedError: a layer has no rule.
+        torch.OutOfMemoryError: the factors do not fit the device.
     """
 
     def __init__(
@@ -171,9 +173,9 @@ class CurvaturePass:
         return self.factors()
 
     def factors(self) -> KroneckerFactors:
-        """The factors of all batches: A is a mean over its terms, B a sum over the data.
+        """Return the factors of all batches: A is a mean over its terms, B a sum over the data.
 
-        The sums become the factors in place, and the next batch begins another pass.
+        The sums become the factors in place, and the next batch starts another pass.
         """
         driver = self.driver
         # Over ranks first: means and scalings of single shards would weigh them by their sizes.

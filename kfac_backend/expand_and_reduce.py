@@ -1,30 +1,30 @@
 """K-FAC-expand and K-FAC-reduce: from a layer's inputs and output gradients to its block B ⊗ A.
 
-Everything else in this package is about getting these numbers sooner. The fast ways are tested
-against this file, and this file against explicit loops.
+The rest of this package computes these numbers faster. Fast methods are tested against this file,
+and this file against explicit loops.
 
 The setting. A layer applies one weight W (d_out, d_in) at R positions of each of N examples: the
 pixels of an image, the tokens of a sequence, the nodes of a graph; R = 1 for a plain linear layer.
-It is described by two arrays:
+Two arrays describe it:
 
 - ``a`` (N, R, d_in): its inputs. For a convolution these are patches, d_in = channels × kernel.
-- ``b`` (V, N, R, d_out): gradients with respect to its outputs, of V vectors v with Σ_v v vᵀ = Λ.
-  Λ (C, C) is the Hessian of the loss in the network's outputs; propagating a column v of its root
-  back gives b = (∂f/∂s)ᵀ v, so that Σ_v b bᵀ is the paper's b Λ bᵀ. Where examples have a loss term
-  for each position, every term has vectors of its own.
+- ``b`` (V, N, R, d_out): gradients with respect to its outputs, for V vectors v with Σ_v v vᵀ = Λ.
+  Λ (C, C) is the Hessian of the loss in the network's outputs. The backward pass of a column v of
+  its root gives b = (∂f/∂s)ᵀ v, so that Σ_v b bᵀ is the paper's b Λ bᵀ. If examples have a loss
+  term for each position, every term has its own vectors.
 
-The block of W is one of the generalised Gauss-Newton matrix Σ_n Jᵀ Λ J (the paper's eq. 4), a sum
-over the data. W is flattened row by row, as PyTorch flattens it, hence B ⊗ A with B first (the
-paper flattens columns, hence its A ⊗ B). An example's gradient is Σ_r b_nr a_nrᵀ. Its outer product
-is not a Kronecker product; the two modes differ in how they approximate it by one:
+The block of W is a block of the generalised Gauss-Newton matrix Σ_n Jᵀ Λ J (the paper's eq. 4), a
+sum over the data. W is flattened row by row, as in PyTorch, which gives B ⊗ A with B first. (The
+paper flattens columns, which gives A ⊗ B.) An example's gradient is Σ_r b_nr a_nrᵀ. Its outer
+product is not a Kronecker product; the two modes approximate it differently by one:
 
-- **expand** treats each position as an example of its own: terms with r ≠ r' are dropped. Exact for
+- **expand** treats each position as a separate example: it drops terms with r ≠ r'. It is exact for
   deep linear networks and a Gaussian likelihood, if there is a loss term for each position.
-- **reduce** takes the mean of the inputs and the sum of the gradients first. Exact for deep linear
-  networks and a Gaussian likelihood, if the network sums or averages the positions.
+- **reduce** first takes the mean of the inputs and the sum of the gradients. It is exact for deep
+  linear networks and a Gaussian likelihood, if the network sums or averages the positions.
 
-A is a mean and B a sum, so that the product is a sum over the data. A bias, which is added at each
-position, has B alone as its block; the mode is the layer's.
+A is a mean and B a sum, so the product is a sum over the data. A bias, which is added at each
+position, has the block B alone; it has the mode of its layer.
 
 Source: Eschenhagen et al. 2023, "Kronecker-Factored Approximate Curvature for Modern Neural Network
 Architectures" (arXiv:2311.00636), sections 3.2 and 3.3.

@@ -1,9 +1,9 @@
-"""Which matrix the factors approximate, as the vectors that are propagated back from the outputs.
+"""The matrix that the factors approximate, defined by vectors at the outputs.
 
-The block of a layer is Σ_v b_v b_vᵀ ⊗ ..., where b_v is what a vector v at the outputs becomes at
-the layer's output. So a matrix is chosen by vectors with Σ_v v vᵀ = Λ, the loss Hessian of each
-term, or an estimate of it. An option names one of the classes; a class with a name of its own is
-one more choice for ``CurvatureOptions(fisher=...)``.
+The block of a layer is Σ_v b_v b_vᵀ ⊗ ..., where b_v is the backward pass of a vector v at the
+outputs to the layer's output. Vectors with Σ_v v vᵀ = Λ, the loss Hessian of each term, or an
+estimate of it, therefore define a matrix. An option names one of the classes. A new class with a
+name is another choice for ``CurvatureOptions(fisher=...)``.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from kfac_backend.likelihoods import Likelihood, counted_terms
 from kfac_backend.precision import at_least_float32
 
 MANY_PASSES = 20_000
-"""Backward passes of a batch, above which the exact GGN is warned about."""
+"""Number of backward passes per batch above which the exact GGN warns."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Fisher(ABC):
     """The vectors v of a batch, with Σ_v v vᵀ = Λ or an estimate of it, for each loss term.
 
     Args:
-        mc_samples: how many vectors an estimate by drawn numbers takes.
+        mc_samples: number of random vectors of an estimate.
     """
 
     name: ClassVar[str]
-    """How it is asked for."""
+    """Name of the option."""
     draws: ClassVar[bool] = False
-    """Whether the vectors are drawn: independent for all terms and with mean zero, so that one
-    vector may have all terms of an example, whose products vanish on average."""
+    """Whether the vectors are random: independent for all terms and with mean zero. One vector may
+    then combine all terms of an example, because their products vanish on average."""
     is_loss_gradient: ClassVar[bool] = False
-    """Whether the vector is the gradient of the loss itself, which a step of training propagates
-    back anyway."""
+    """Whether the vector is the gradient of the loss itself, whose backward pass a training step
+    computes anyway."""
 
     by_name: ClassVar[dict[str, type["Fisher"]]] = {}
     """Name -> class."""
@@ -46,7 +46,7 @@ class Fisher(ABC):
     mc_samples: int = 1
 
     def __init_subclass__(cls) -> None:
-        """Make the choice known by its name."""
+        """Register the class under its name."""
         Fisher.by_name[cls.name] = cls
 
     @abstractmethod
@@ -57,13 +57,13 @@ class Fisher(ABC):
         y: Tensor,
         generator: torch.Generator | None,
     ) -> Iterator[Float[Tensor, "N *terms C"]]:
-        """The vectors at outputs f and targets y, each with all terms of the examples.
+        """Return the vectors at outputs f and targets y, each with all terms of the examples.
 
-        They are differentiable in f if that requires a gradient.
+        They are differentiable in f if f requires a gradient.
         """
 
     def num_passes(self, likelihood: Likelihood, f: Float[Tensor, "N *terms C"]) -> int:
-        """The number of backward passes for outputs f."""
+        """Return the number of backward passes for outputs f."""
         return self.mc_samples
 
     def warn_of_many_passes(self, likelihood: Likelihood, f: Tensor) -> None:
@@ -86,16 +86,16 @@ class Fisher(ABC):
         *,
         may_ignore: bool = True,
     ) -> Iterator[Float[Tensor, "N *terms C"]]:
-        """The vectors to propagate back, one by one, in float32 at least.
+        """Yield the vectors for the backward passes, in float32 at least.
 
         At terms that do not count all vectors are zero. A term that counts for no example of the
         batch has no vector.
 
         Args:
-            likelihood: of the targets.
+            likelihood: likelihood of the targets.
             f: the outputs; vectors keep their graph in them if they require a gradient.
             y: the targets.
-            generator: source of drawn numbers.
+            generator: random numbers.
             may_ignore: whether some labels may not count.
         """
         counted = counted_terms(y, likelihood) if may_ignore else None
@@ -129,8 +129,8 @@ class ExactGGN(Fisher):
 class DrawnLabels(Fisher):
     """An unbiased estimate of Λ: gradients of ℓ at labels drawn from p(y|f), over √mc_samples.
 
-    For numbers S ε as of `RandomSigns`; for labels, too, where f requires a gradient, since a label
-    that is drawn has no derivative.
+    For numbers it uses S ε, see `RandomSigns`. For labels it does the same if f requires a
+    gradient, because a drawn label has no derivative.
     """
 
     name = "mc"
@@ -149,10 +149,9 @@ class DrawnLabels(Fisher):
 class RandomSigns(Fisher):
     """An unbiased estimate of Λ: S ε with random signs ε, over √mc_samples.
 
-    It costs as much as drawn labels, and is less noisy where the network is sure of its labels:
-    then nearly all drawn gradients are almost zero, and a few are large, while S ε has about the
-    same length each time. Source: curvature propagation, Martens, Sutskever & Swersky 2012
-    (arXiv:1206.6464).
+    It costs as much as drawn labels, and is less noisy if the network is confident. Nearly all
+    drawn gradients are then almost zero, and a few are large, but S ε always has about the same
+    length. Source: curvature propagation, Martens, Sutskever & Swersky 2012 (arXiv:1206.6464).
     """
 
     name = "random_signs"

@@ -1,6 +1,6 @@
 """The options of a curvature pass, and their checks.
 
-An options object is made once, checks itself, and is passed whole to whatever acts on it.
+An options object is created and checked once, and then passed whole to all functions that use it.
 """
 
 import math
@@ -25,13 +25,13 @@ ShiftLabels = bool | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What options have in common: each object checks itself, and a changed one is a new one."""
+    """Base class of options: each object checks itself, and changes create a new object."""
 
     def replace(self, **changes: Any) -> Self:
-        """These options with some of them changed.
+        """Return these options with some of them changed.
 
         Raises:
-            TypeError: a name that is not an option; it lists the options.
+            TypeError: a name is not an option; the error lists the options.
         """
         names = [field.name for field in fields(self)]
         unknown = [name for name in changes if name not in names]
@@ -43,26 +43,27 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(Options):
-    """Which targets of a batch belong to which outputs of the model, and which targets count.
+    """The targets of a batch, their matching with the model's outputs, and the targets that count.
 
-    Training, curvature and evaluation must agree on it, so one object is made and passed to all.
+    Training, curvature and evaluation must agree on these, so one object is passed to all.
 
     Args:
         dict_key_x: the key of the model's input in batches that are mappings; several keys are its
             keyword arguments. None: the mapping is the input as a whole.
         dict_key_y: the targets' key in batches that are mappings.
         batch: a function of a batch of any form that returns (args, kwargs, y): the arguments of
-            the model's call, and the targets. It takes the place of both keys; files don't save it.
+            the model's call, and the targets. It replaces both keys; files do not store it.
         ignore_index: the label of loss terms that do not count (padding, say), in "classification".
         shift_labels: whether the output at a position predicts the label of the next position, as
-            in Hugging Face's causal language models. "auto" compares the loss that such a model
-            computes from labels with ours; if the model computes none, labels are not shifted.
-        dict_key_mask: the key of a mask (N, R) in inputs that are mappings. Positions that it hides
-            count neither in the layers nor as loss terms. It is proved on the first batch with
-            hidden positions that these do not reach the others' outputs. None: all positions count.
+            in Hugging Face's causal language models. "auto" compares the likelihood's loss with the
+            loss that such a model computes from labels; if the model computes none, labels are not
+            shifted.
+        dict_key_mask: the key of a mask (N, R) in inputs that are mappings. Masked positions do not
+            count in the layers or as loss terms. The first batch with masked positions proves that
+            these do not affect the others' outputs. None: all positions count.
 
     Raises:
-        ValueError: an option that is not supported.
+        ValueError: an option is not supported.
     """
 
     dict_key_x: str | tuple[str, ...] | None = None
@@ -180,13 +181,13 @@ class PassOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureOptions(PassOptions, TargetOptions):
-    """Every choice of a curvature pass over some data, checked once and passed whole.
+    """All options of a curvature pass over some data, checked once and passed whole.
 
-    It has the options of `PassOptions`, which choose the matrix, and those of `TargetOptions`,
-    which choose the targets; see there.
+    It has the options of `PassOptions`, which choose the matrix, and of `TargetOptions`, which
+    choose the targets.
 
     Raises:
-        ValueError: an option that is not supported.
+        ValueError: an option is not supported.
     """
 
     def __post_init__(self) -> None:

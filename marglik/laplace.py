@@ -1,9 +1,9 @@
-"""`Laplace`: what users of laplace-torch call, by the same names, without laplace-torch.
+"""`Laplace`: laplace-torch's interface, with the same names, without laplace-torch.
 
-It returns a `Posterior` with these calls: over Kronecker factors, or from Jacobians over the whole
-GGN, its diagonal or its largest eigenpairs, for small networks, last layers and subnetworks. Where
-a call means the same, its numbers are laplace-torch's; docs/laplace-torch.md is a table of the
-calls, each of which is tested on both.
+It returns a `Posterior` with these calls. The posterior uses Kronecker factors, or, from Jacobians,
+the whole GGN, its diagonal or its largest eigenpairs, for small networks, last layers and
+subnetworks. If a call means the same, its numbers are laplace-torch's. docs/laplace-torch.md has a
+table of the calls, each of which is tested on both libraries.
 """
 
 import math
@@ -61,9 +61,9 @@ SAVED = (
     *("prior_precision", "prior_mean", "sigma_noise", "temperature"),
     *("mean", "indices", "structure", "sample_size"),
 )
-"""The attributes that a state has beside the fit and the parameters' names."""
+"""Attributes in a state, in addition to the fit and the parameters' names."""
 NO_EFFECT = {"damping": False, "asdl_fisher_kwargs": None}
-"""Arguments of laplace-torch that are taken at these values alone."""
+"""Arguments of laplace-torch that are accepted only with these values."""
 
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
@@ -74,26 +74,27 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     *arguments: Any,
     **options: Any,
 ) -> "ParametricLaplace":
-    """A Laplace approximation with the calls of laplace-torch's; a `Posterior` in all else.
+    """A Laplace approximation with laplace-torch's interface; otherwise a `Posterior`.
 
-    What differs: N is the number of examples that were seen, not the length of the loader's data
-    set; the model keeps its mode and its parameters through every call; a temperature T divides the
-    whole log-likelihood, including regression's normaliser.
+    There are three differences. N is the number of examples that were read, not the length of the
+    loader's data set. The model keeps its mode and its parameters through every call. A temperature
+    T divides the whole log-likelihood, including regression's normaliser.
 
     Args:
-        model: the network at its MAP parameters, which it shares; frozen ones have no posterior.
+        model: the network at its MAP parameters, which is not copied; frozen parameters have no
+            posterior.
         likelihood: "classification", "regression", "reward_modeling", or another of
             `kfac_backend.likelihoods`.
         subset_of_weights: "last_layer", "all" trainable parameters, or a "subnetwork" of these; the
             others are constants.
-        hessian_structure: "kron", or from Jacobians "diag", "full" (P, P) and "lowrank".
-        arguments: further arguments of `ParametricLaplace` by position, σ first, as in
+        hessian_structure: "kron", or, from Jacobians, "diag", "full" (P, P) and "lowrank".
+        arguments: further positional arguments of `ParametricLaplace`, σ first, as in
             laplace-torch, whose classes for subnetworks and low rank have another order.
         options: arguments of `ParametricLaplace`.
 
     Raises:
-        ValueError: an option that is not supported.
-        TypeError: a subnetwork without ``subnetwork_indices``.
+        ValueError: an option is not supported.
+        TypeError: a subnetwork has no ``subnetwork_indices``.
     """
     check_option("subset_of_weights", subset_of_weights, Subset)
     check_option("hessian_structure", hessian_structure, Structure)
@@ -110,18 +111,18 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
 
 
 def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str, Any]:
-    """``fisher`` and other options of `CurvatureOptions` that a class of laplace-torch's means.
+    """Return ``fisher`` and other options of `CurvatureOptions` for a backend of laplace-torch.
 
-    A backend of laplace-torch names a matrix, by its base class: the GGN or the empirical Fisher.
-    That matrix is computed here, whichever library would compute it there.
+    The base class of a backend determines its matrix: the GGN or the empirical Fisher. kfac_backend
+    computes this matrix, whichever library would compute it in laplace-torch.
 
     Args:
         backend: `KfacGGN`, `KfacEF`, or one of laplace-torch's; None is the GGN.
-        options: its keywords; laplace-torch's ``stochastic`` and ``num_samples`` are those of
+        options: its keywords; laplace-torch's ``stochastic`` and ``num_samples`` mean
             ``fisher="mc"``.
 
     Raises:
-        ValueError: a backend of another matrix.
+        ValueError: the backend has another matrix.
     """
     options = dict(options)
     stochastic, samples = options.pop("stochastic", False), options.pop("num_samples", 1)
@@ -165,36 +166,38 @@ def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 
 class ParametricLaplace(Posterior):
-    """A `Posterior` with laplace-torch's calls, see `Laplace`.
+    """A `Posterior` with laplace-torch's interface, see `Laplace`.
 
-    Its subclasses have laplace-torch's names. Of likelihoods other than classification, regression
-    and reward_modeling, `laplace_predictive` has the predictions.
+    Its subclasses have laplace-torch's names. For likelihoods other than classification, regression
+    and reward_modeling, use `laplace_predictive` to predict.
 
     Args:
-        model: the network at its MAP parameters, which it shares; frozen ones have no posterior.
+        model: the network at its MAP parameters, which is not copied; frozen parameters have no
+            posterior.
         likelihood: see `Laplace`. "reward_modeling" is fitted as classification of the better of
             two, and predicts the reward itself.
         sigma_noise: σ of regression.
-        prior_precision: δ, as of `Posterior`.
-        prior_mean: as of `Posterior`.
+        prior_precision: δ, see `Posterior`.
+        prior_mean: see `Posterior`.
         temperature: T.
         enable_backprop: whether predictions keep their graph in the inputs.
-        options: of the curvature; ``kfac_approx`` is "expand" by default, as in laplace-torch.
-        last_layer_name: of the last layer, for last-layer Laplace; None takes the last one that the
-            model lists, and `fit` raises an error if another one runs last.
+        options: options of the curvature; ``kfac_approx`` is "expand" by default, as in
+            laplace-torch.
+        last_layer_name: name of the last layer, for last-layer Laplace. None selects the last one
+            that the model defines, and `fit` raises an error if another one runs last.
         subnetwork_indices: the subnetwork, for subnetwork Laplace: indices of its weights in the
-            vector of all trainable parameters, or names of its modules or parameters; of "kron"
-            only names.
-        feature_reduction: laplace-torch's choice of the feature that the last layer's Jacobian
-            takes. Here it is the Jacobian of the whole network, so that no choice is needed.
-        backend: which matrix, see `fisher_of_backend`.
+            vector of all trainable parameters, or names of its modules or parameters; "kron"
+            supports only names.
+        feature_reduction: laplace-torch's choice of the feature for the last layer's Jacobian. It
+            has no effect here, because the Jacobian is that of the whole network.
+        backend: determines the matrix, see `fisher_of_backend`.
         backend_kwargs: the backend's keywords.
         keywords: the other arguments of `Posterior`, and fields of `CurvatureOptions`, such as
             ``kfac_approx="reduce"``.
 
     Raises:
-        ValueError: an option that is not supported.
-        TypeError: a subnetwork without ``subnetwork_indices``.
+        ValueError: an option is not supported.
+        TypeError: a subnetwork has no ``subnetwork_indices``.
     """
 
     subset: ClassVar[Subset] = "all"
@@ -277,13 +280,13 @@ class ParametricLaplace(Posterior):
         """Compute the curvature; arguments as `Posterior.fit`.
 
         With override=False after more training of all layers, as in continual learning, the
-        curvature at the new weights is added to that at the old ones, and the mean is the new
-        weights. Of a last layer or a subnetwork that has changed itself that is an error; other
-        layers, whose features it takes, are not compared.
+        curvature at the new weights is added to the curvature at the old ones, and the mean is the
+        new weights. If a last layer or a subnetwork has changed, this is an error. Other layers,
+        which provide its features, are not compared.
 
         Raises:
-            ValueError: the last layer that the model lists does not run last; targets of a wrong
-                dtype, for which laplace-torch's error is one, too.
+            ValueError: the last layer that the model defines does not run last; or targets have a
+                wrong dtype, which is an error in laplace-torch, too.
         """
         if self._whole is not None:
             batches = iter(train_loader)
@@ -304,7 +307,7 @@ class ParametricLaplace(Posterior):
 
     @property
     def saved_subset(self) -> dict[str, Any]:
-        """The weights that have a posterior, as plain data, for `save_posterior`."""
+        """Return the weights that have a posterior, as plain data, for `save_posterior`."""
         last = self._last.replace("_orig_mod.", "")  # the name without torch.compile
         return {
             "subset_of_weights": self.subset,
@@ -316,9 +319,9 @@ class ParametricLaplace(Posterior):
 
     @property
     def H(self) -> Tensor | Precision | None:  # noqa: N802
-        """The curvature at σ = T = 1: (P, P), its diagonal (P,), rows, or an operator of "kron".
+        """The curvature at σ = T = 1: (P, P), its diagonal (P,), rows, or an operator for "kron".
 
-        Before `fit` zeros, of "diag" and "full"; else None.
+        Before `fit` it is zeros for "diag" and "full", and None otherwise.
         """
         if isinstance(self._curvature, JacobianGGN):
             return self._curvature.H.to(self._wide_dtype)
@@ -332,7 +335,7 @@ class ParametricLaplace(Posterior):
 
     @property
     def prior_precision_diag(self) -> Tensor:
-        """δ of each parameter that has a posterior, (P,)."""
+        """δ of each parameter with a posterior, (P,)."""
         return self._delta_each().to(self._wide_dtype)
 
     def _delta_each(self) -> Tensor:
@@ -343,9 +346,9 @@ class ParametricLaplace(Posterior):
 
     @property
     def posterior_precision(self) -> Any:
-        """H/(σ²T) + P₀: (P, P) of "full", (P,) of "diag", and an operator of "kron".
+        """H/(σ²T) + P₀: (P, P) for "full", (P,) for "diag", and an operator for "kron".
 
-        Of "lowrank" ((U, λ), δ), for U diag(λ) Uᵀ + diag(δ).
+        For "lowrank" ((U, λ), δ), for U diag(λ) Uᵀ + diag(δ).
         """
         precision = self.precision(any_weights=True)
         if isinstance(precision, KroneckerPrecision):
@@ -372,23 +375,23 @@ class ParametricLaplace(Posterior):
 
     @property
     def posterior_scale(self) -> Tensor:
-        """L with L Lᵀ = Σ, (P, P); of "diag" standard deviations (P,)."""
+        """L with L Lᵀ = Σ, (P, P); for "diag" standard deviations (P,)."""
         if self.structure == "diag":
             return self.posterior_variance.sqrt()
         return torch.linalg.cholesky(self.posterior_covariance)
 
     @property
     def scatter(self) -> Tensor:
-        """(θ* − prior mean)ᵀ P₀ (θ* − prior mean), without entries that are constants."""
+        """(θ* − prior mean)ᵀ P₀ (θ* − prior mean), without constant entries."""
         norms = self.evidence_terms.squared_norms
         return (self.of_blocks(self.prior_precision) * norms).sum()
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
     ) -> Tensor:
-        """As of `Posterior`, computed in float64, and then rounded to the model's dtype.
+        """Return the evidence, computed in float64 and rounded to the model's dtype.
 
-        The dtype is laplace-torch's, but float32 at least.
+        The dtype is laplace-torch's, but at least float32.
         """
         evidence = super().log_marginal_likelihood(prior_precision, sigma_noise)
         return evidence.to(self._wide_dtype)
@@ -413,7 +416,7 @@ class ParametricLaplace(Posterior):
         return -2 * self.log_prob(value, normalized=False)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Log density (nats) at parameter vectors (..., P); of the prior before `fit`.
+        """Return the log density (nats) at parameter vectors (..., P); the prior's before `fit`.
 
         Without ``normalized``, only the terms that depend on the vector.
         """
@@ -427,31 +430,31 @@ class ParametricLaplace(Posterior):
         return log_prob(self.precision(any_weights=True), difference, normalized)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
-        """J Σ Jᵀ (N, ..., C, C) of Jacobians (N, ..., C, P)."""
+        """Return J Σ Jᵀ (N, ..., C, C) for Jacobians (N, ..., C, P)."""
         self.check_weights()
         return self.precision().square_form(Js)
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
-        """J Σ Jᵀ (N·C, N·C) of all outputs together, of Jacobians (N, C, P) or (N, R, C, P)."""
+        """Return J Σ Jᵀ (N·C, N·C) of all outputs, for Jacobians (N, C, P) or (N, R, C, P)."""
         self.check_weights()
         return self.precision().square_form(Js.flatten(0, -2))
 
     def functional_variance_fast(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Outputs (N, C) and their variances (N, C)."""
+        """Return outputs (N, C) and their variances (N, C)."""
         return self.output_distribution(x, variance_only=True)
 
     @property
     def backend(self) -> "ParametricLaplace":
-        """This object, which has the Jacobians that users ask laplace-torch's backends for."""
+        """This object, which has the methods for Jacobians of laplace-torch's backends."""
         return self
 
     @property
     def subnetwork_indices(self) -> Tensor:
-        """Of the parameters that have a posterior."""
+        """Indices of the parameters with a posterior."""
         return self.indices
 
     def jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Jacobians J (N, C, P) in the parameters that have a posterior, and outputs f (N, C)."""
+        """Return Jacobians J (N, C, P) in the parameters with a posterior, and outputs f (N, C)."""
         with eval_mode(self.model):
             f, J = jacobians(self.model, self._ggn_indices(), x, self.enable_backprop)
         return at_least_float32(J), f
@@ -479,30 +482,30 @@ class ParametricLaplace(Posterior):
         progress_bar: bool = False,
         log_prior_prec_base: float = 10.0,
     ) -> None:
-        """Set δ by Adam's steps on the evidence, or by the best of a grid on validation data.
+        """Set δ by Adam steps on the evidence, or by the best point of a grid on validation data.
 
-        The grid's loss is by default the NLL, for regression of N(f, J Σ Jᵀ + σ²): the mean square
-        error, which laplace-torch takes, is the same for all δ where the network is linearised.
-        `marglik.maximize_evidence` finds the evidence's maximum instead of taking steps to it.
+        The default loss of the grid is the NLL, for regression of N(f, J Σ Jᵀ + σ²). laplace-torch
+        uses the mean square error, which is the same for all δ if the network is linearised.
+        `marglik.maximize_evidence` finds the maximum of the evidence instead of making steps.
 
         Args:
             pred_type: as in a prediction.
             method: "marglik" or "gridsearch".
-            n_steps: Adam's steps.
+            n_steps: number of Adam steps.
             lr: Adam's step size on log δ.
-            init_prior_prec: δ before the first step; a tensor has the structure itself.
+            init_prior_prec: δ before the first step; a tensor determines the structure.
             prior_structure: one δ for all, one per trainable tensor, or, except for "kron", one per
                 parameter.
-            val_loader: batches, for the grid.
-            loss: of the grid: a torchmetrics metric, which is reset for each δ, or a function of
-                all predictions and targets; in regression of means, variances and targets.
+            val_loader: validation batches, for the grid.
+            loss: loss of the grid: a torchmetrics metric, which is reset for each δ, or a function
+                of all predictions and targets; in regression of means, variances and targets.
             log_prior_prec_min: the smallest logarithm of δ on the grid.
-            log_prior_prec_max: the largest one.
-            grid_size: of the grid.
+            log_prior_prec_max: the largest logarithm of δ on the grid.
+            grid_size: number of points of the grid.
             link_approx: as in a prediction.
             n_samples: as in a prediction.
-            verbose: whether to print δ in the end.
-            progress_bar: whether to show a bar.
+            verbose: whether to print the final δ.
+            progress_bar: whether to show a progress bar.
             log_prior_prec_base: the base of the grid's logarithms.
         """
         link_approx = _checked_link(pred_type, link_approx)
@@ -590,26 +593,26 @@ class ParametricLaplace(Posterior):
         fitting: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        """Class probabilities (N, C); for regression means (N, C) and variances without the noise.
+        """Return class probabilities (N, C), or means (N, C) and variances without noise.
 
         Outputs (N, ..., C) have a prediction at each position.
 
         Args:
             x: inputs.
             pred_type: "glm", the linearised network, or "nn", the network at samples.
-            joint: whether regression's covariances are of all outputs together, (N·C, N·C), beside
-                means (N·C,).
+            joint: whether to return regression's covariances of all outputs jointly, (N·C, N·C),
+                with means (N·C,).
             link_approx: "probit", "mc", "bridge" or "bridge_norm" (Laplace bridge), for classes;
-                None is "probit", and "mc" of "nn", for which there is no other.
-            n_samples: number of samples, where some are drawn.
-            diagonal_output: whether covariances (N, C, C) are cut down to their diagonals.
-            generator: of the samples.
-            fitting: whether rewards are compared, as in the fit, instead of predicted.
-            model_kwargs: none are supported; a model of several arguments takes a mapping.
+                None is "probit", or "mc" for "nn", which supports no other.
+            n_samples: number of samples.
+            diagonal_output: whether to return only the diagonals of covariances (N, C, C).
+            generator: generator of the samples.
+            fitting: whether to compare rewards, as in the fit, instead of predicting them.
+            model_kwargs: not supported; pass a mapping to a model with several arguments.
 
         Raises:
-            ValueError: a prediction, a link or a keyword that is not supported.
-            NotImplementedError: another likelihood than classification and regression.
+            ValueError: a prediction, a link or a keyword is not supported.
+            NotImplementedError: the likelihood is neither classification nor regression.
         """
         if model_kwargs:
             raise ValueError(
@@ -665,7 +668,7 @@ class ParametricLaplace(Posterior):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Samples of the network's outputs, (S, N, ..., C)."""
+        """Return samples of the network's outputs, (S, N, ..., C)."""
         check_option("pred_type", pred_type, PredType)
         with torch.set_grad_enabled(self.enable_backprop and torch.is_grad_enabled()):
             if pred_type == "nn":
@@ -682,7 +685,7 @@ class ParametricLaplace(Posterior):
             return f + (root @ noise).movedim(-1, 0)
 
     def predictive_samples(self, *args: Any, **keywords: Any) -> Tensor:
-        """Samples of class probabilities, or of regression's outputs; arguments as above."""
+        """Return samples of class probabilities, or of regression's outputs; arguments as above."""
         self._check_predicts()
         samples = self.functional_samples(*args, **keywords)
         return samples if self._predicts_numbers else samples.softmax(-1)
@@ -695,18 +698,18 @@ class ParametricLaplace(Posterior):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the fit but the network, for `torch.save`; `torch.load` reads it by default."""
+        """Return the fit without the network, for `torch.save`; `torch.load` reads it by default."""
         fit = self.fitted_curvature().state_dict()
         names = [*trainable_parameters(self.model)]
         return {name: getattr(self, name) for name in SAVED} | {"fit": fit, "names": names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, with the network at the same parameters.
+        """Load a result of `state_dict`, with the network at the same parameters.
 
         Raises:
-            ValueError: the network's parameters or the likelihood are others, or the parameters are
-                in another precision; a state of another structure or subset of the parameters, or
-                that lacks entries. Nothing is changed then.
+            ValueError: the network's parameters, their precision or the likelihood differ; or the
+                state has another structure or subset of the parameters, or lacks entries. Nothing
+                is changed then.
         """
         check_keys("Laplace", state, (*SAVED, "fit", "names"))
         if state["structure"] != self.structure:
@@ -740,81 +743,81 @@ class ParametricLaplace(Posterior):
 
 
 class FullLaplace(ParametricLaplace):
-    """Of all weights, with the whole GGN."""
+    """Laplace approximation of all weights, with the whole GGN."""
 
     hessian_structure = "full"
 
 
 class KronLaplace(ParametricLaplace):
-    """Of all weights, with Kronecker factors."""
+    """Laplace approximation of all weights, with Kronecker factors."""
 
 
 class DiagLaplace(ParametricLaplace):
-    """Of all weights, with the GGN's diagonal."""
+    """Laplace approximation of all weights, with the GGN's diagonal."""
 
     hessian_structure = "diag"
 
 
 class LowRankLaplace(ParametricLaplace):
-    """Of all weights, with the GGN's largest eigenpairs."""
+    """Laplace approximation of all weights, with the GGN's largest eigenpairs."""
 
     hessian_structure = "lowrank"
 
 
 class LLLaplace(ParametricLaplace):
-    """Of the last layer."""
+    """Laplace approximation of the last layer."""
 
     subset = "last_layer"
     adds_at_other_weights = False  # the sum would be of different features
 
 
 class FullLLLaplace(LLLaplace):
-    """Of the last layer, with its whole GGN."""
+    """Laplace approximation of the last layer, with its whole GGN."""
 
     hessian_structure = "full"
 
 
 class KronLLLaplace(LLLaplace):
-    """Of the last layer, with Kronecker factors."""
+    """Laplace approximation of the last layer, with Kronecker factors."""
 
 
 class DiagLLLaplace(LLLaplace):
-    """Of the last layer, with the GGN's diagonal."""
+    """Laplace approximation of the last layer, with the GGN's diagonal."""
 
     hessian_structure = "diag"
 
 
 class SubnetLaplace(ParametricLaplace):
-    """Of a subnetwork."""
+    """Laplace approximation of a subnetwork."""
 
     subset = "subnetwork"
     adds_at_other_weights = False
 
     @property
     def n_params_subnet(self) -> int:
-        """The number of parameters that have a posterior."""
+        """The number of parameters with a posterior."""
         return self.n_params
 
     @property
     def mean_subnet(self) -> Tensor:
-        """θ* of the parameters that have a posterior."""
+        """θ* of the parameters with a posterior."""
         return self.mean[self._ggn_indices()]
 
     def assemble_full_samples(self, subnet_samples: Tensor) -> Tensor:
-        """Vectors of all parameters (S, P) with these samples (S, P_subnet) of the subnetwork."""
+        """Return vectors of all parameters (S, P) with samples (S, P_subnet) of the subnetwork."""
         return self.mean.expand(len(subnet_samples), -1).index_copy(
             1, self._ggn_indices(), subnet_samples.to(self.mean)
         )
 
 
 class FullSubnetLaplace(SubnetLaplace):
-    """Of a subnetwork, with its whole GGN."""
+    """Laplace approximation of a subnetwork, with its whole GGN."""
 
     hessian_structure = "full"
 
 
 class DiagSubnetLaplace(SubnetLaplace):
-    """Of a subnetwork, with the GGN's diagonal."""
+    """Laplace approximation of a subnetwork, with the GGN's diagonal."""
 
     hessian_structure = "diag"
 

@@ -19,21 +19,21 @@ class KroneckerBlock:
     """Block-diagonal over G groups of B_g ⊗ A_g, for a tensor flattened as PyTorch flattens it.
 
     One group is the common case. Grouped convolutions and packed projections have more, and may
-    share one A; a diagonal block is P groups of size one. Without A the block is B itself (a bias,
-    a scalar). B is always the factor over the parameter's rows. For a weight that is stored inputs
-    first (an embedding, a transposed convolution) it is the Gram matrix of inputs, as a sum, and A
-    is that of gradients, divided by the same number of terms.
+    share one A. A diagonal block is P groups of size one. Without A the block is B itself (a bias,
+    a scalar). B is always the factor over the parameter's rows. A weight that is stored inputs
+    first (an embedding, a transposed convolution) has the Gram matrix of inputs as B, as a sum. Its
+    A is the Gram matrix of gradients, divided by the same number of terms.
 
     Args:
         name: the parameter's name, for errors.
         B: gradient factor, a sum over the data: (d_out, d_out) or (G, d_out, d_out). Blocks that
-            are given the same `Factor`, and not its matrix, compute and decompose it once.
+            share the same `Factor` object, instead of its matrix, compute and decompose it once.
         A: input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in).
-        num_terms: the number of terms that A is the mean of: N·R for expand, N for reduce, where an
-            example of weight c counts c times. One number for all groups, or one for each. None
-            without A, and where it is not known: such a block can't be added.
+        num_terms: the number of terms in the mean A: N·R for expand, N for reduce, where an example
+            of weight c counts c times. One number for all groups, or one for each. None without A,
+            and if it is unknown; such a block cannot be added.
         constants: (first, last + 1) of the flattened entries that are constants, such as an
-            embedding's padding: the block is zero there, and they have no prior.
+            embedding's padding; the block is zero there, and they have no prior.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KroneckerBlock:
         self.factors: Mapping[str, Factor] = {
             letter: F if isinstance(F, Factor) else Factor(F) for letter, F in matrices.items()
         }
-        """B, and A if there is one, by name, which know their rows where these are few."""
+        """B, and A if there is one, by name, stored as rows if these are few."""
         of_B, of_A = B.shape, None if A is None else A.shape
         square = len(of_B) in (2, 3) and of_B[-1] == of_B[-2]
         if of_A is not None:
@@ -63,7 +63,7 @@ class KroneckerBlock:
         self.numel = of_B[:-1].numel() * (1 if of_A is None else of_A[-1])
         """P, the number of entries of the parameter tensor."""
         self.is_meta = self.factors["B"].is_meta
-        """Whether another rank keeps its values."""
+        """Whether another rank has its values."""
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{letter} {tuple(F.shape)}" for letter, F in self.factors.items())
@@ -80,31 +80,31 @@ class KroneckerBlock:
         return self.factors["A"].matrix if "A" in self.factors else None
 
     def replace(self, **changes: Any) -> Self:
-        """The block with some of its arguments changed; factors stay shared, and of few rows."""
+        """Return the block with some arguments changed; factors stay shared."""
         fields = {"name": self.name, "num_terms": self.num_terms, "constants": self.constants}
         return type(self)(**{**fields, **self.factors, **changes})
 
     @property
     def num_parameters(self) -> int:
-        """The number of entries that are not constants."""
+        """The number of entries without constants."""
         return self.numel - (self.constants[1] - self.constants[0])
 
     @property
     def version(self) -> object:
-        """Another one after a tensor of the block was changed in place, by torch's counters."""
+        """Version number, which changes when a tensor of the block is changed in place."""
         return [factor.version for factor in self.factors.values()]
 
     def fits(self, shape: torch.Size) -> bool:
-        """Whether the block can be that of a parameter of this shape: B's rows are its first axes.
+        """Whether the block fits a parameter of this shape: B's rows are its first axes.
 
-        A block that is B alone, dense or diagonal, runs over all of its entries.
+        If the block is B alone, dense or diagonal, it covers all entries.
         """
         rows = self.factors["B"].shape[:-1].numel()
         first_axes = [shape[:k].numel() for k in range(1, len(shape) + 1)]
         return self.numel == shape.numel() and rows in first_axes
 
     def to_dense(self) -> Tensor:
-        """The block as a (P, P) matrix."""
+        """Return the block as a (P, P) matrix."""
         self._check_is_here()
         B = self.B.reshape(-1, *self.B.shape[-2:])
         if self.A is None:
@@ -113,7 +113,7 @@ class KroneckerBlock:
         return torch.block_diag(*(torch.kron(b, a) for b, a in zip(B, A, strict=True)))
 
     def matvec(self, v: Tensor) -> Tensor:
-        """(B ⊗ A) v for vectors v (..., P)."""
+        """Return (B ⊗ A) v for vectors v (..., P)."""
         self._check_is_here()
         columns = 1 if self.A is None else self.A.shape[-1]
         V = v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)  # (..., G, d_out, d_in)
@@ -124,9 +124,9 @@ class KroneckerBlock:
         return V.reshape(v.shape)
 
     def scale(self, weight: float, scale: Callable[[Factor, float], Factor] = Factor.scale) -> Self:
-        """The block of the same data with a weight ≥ 0, which multiplies B and A's terms.
+        """Return the block of the same data with a weight ≥ 0, which multiplies B and A's terms.
 
-        A ``scale`` that remembers lets the blocks that share a B share the result, too.
+        If ``scale`` caches its results, blocks that share a B share the result, too.
         """
         terms = self.num_terms
         if terms is not None:
@@ -136,7 +136,7 @@ class KroneckerBlock:
     def add(
         self, other: "KroneckerBlock", add: Callable[[Factor, Factor], Factor] = Factor.add
     ) -> "KroneckerBlock":
-        """The block of the union of both data sets: B is summed, A averaged over all terms."""
+        """Return the block of both data sets together: B is summed, A averaged over all terms."""
         self._check_same_kind(other)
         if self.is_meta != other.is_meta:  # the sum is with the owner, who has both
             return self._without_values().add(other._without_values())
@@ -156,8 +156,9 @@ class KroneckerBlock:
     def check_semidefinite(self) -> None:
         """Raise a ValueError unless each factor is finite, and may be positive semi-definite.
 
-        Its diagonal must be ≥ 0, and |F_ij| ≤ √(F_ii F_jj): products of few rows always are so.
-        For factors that come from outside: eigenvalues below zero are clipped, as rounding errors.
+        Its diagonal must be ≥ 0, and |F_ij| ≤ √(F_ii F_jj); products of few rows always satisfy
+        this. This is for factors from outside, because negative eigenvalues are otherwise clipped
+        as rounding errors.
         """
         for F, name in self.named_factors():
             if F.is_meta:
@@ -210,17 +211,17 @@ class KroneckerBlock:
         dtype: torch.dtype | None = None,
         to: Callable[[Factor, Any, Any], Factor] = Factor.to,
     ) -> Self:
-        """The block on another device or in another dtype; ``to`` as ``scale`` of `scale`."""
+        """Return the block on another device or in another dtype; ``to`` as ``scale`` of `scale`."""
         moved = {name: to(factor, device, dtype) for name, factor in self.factors.items()}
         return self.replace(**moved)
 
     def named_factors(self) -> list[tuple[Factor, str]]:
-        """B, and A if there is one, with their names for errors."""
+        """Return B, and A if there is one, with their names for errors."""
         return [(factor, f"{self.name}, {letter}") for letter, factor in self.factors.items()]
 
     @property
     def cost(self) -> int:
-        """The cost of decomposing or inverting the block, up to a constant: Σ d³ of its factors."""
+        """Return the cost of a decomposition or an inverse, up to a constant: Σ d³ of its factors."""
         return sum(factor.cost for factor in self.factors.values())
 
     @property
@@ -238,25 +239,24 @@ class KroneckerBlock:
         return cast(list[tuple[Tensor, Tensor]], solved)
 
     def factor_eigenvalues(self) -> tuple[Tensor, Tensor | None]:
-        """β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64.
+        """Return β (..., d_out) of B and α (..., d_in) of A, ≥ 0, in float64.
 
-        Computed once, and again after a factor was changed in place.
-
-        Without α, β has the block's eigenvalues themselves.
+        They are computed once, and again after a factor was changed in place. Without α, β has the
+        block's eigenvalues.
         """
         values = [values for values, _ in self._solved()]
         return values[0], values[1] if len(values) == 2 else None
 
     def eigenvalues(self) -> Tensor:
-        """All P eigenvalues β_i α_j ≥ 0, in float64."""
+        """Return all P eigenvalues β_i α_j ≥ 0, in float64."""
         return products_of(*self.factor_eigenvalues())
 
     def num_clipped(self) -> int:
-        """The number of the factors' eigenvalues that rounding made negative (they count as 0)."""
+        """Return the number of the factors' eigenvalues that rounding made negative."""
         return sum(int(clipped) for _, clipped in self._solved())
 
     def decompose(self) -> "EigenBlock":
-        """Eigenvalues and eigenvectors of the factors."""
+        """Return eigenvalues and eigenvectors of the factors."""
         return decompose([self])[0]
 
 
@@ -421,7 +421,7 @@ def _one_or_all(terms: tuple[float, ...]) -> float | tuple[float, ...]:
 class EigenBlock:
     """A block by eigenvalues and eigenvectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ.
 
-    ``corrected`` eigenvalues take the place of the products β_i α_j.
+    ``corrected`` eigenvalues replace the products β_i α_j.
     """
 
     beta: Tensor
@@ -447,7 +447,7 @@ class EigenBlock:
         return torch.Size((*self.Q_B.shape[:-1], columns))
 
     def scale(self, factor: Tensor | float) -> "EigenBlock":
-        """The block times a factor ≥ 0, spread evenly over B and A; differentiable in it."""
+        """Return the block times a factor ≥ 0, spread evenly over B and A; differentiable in it."""
         corrected = None if self.corrected is None else self.corrected * factor
         if self.alpha is None:
             return replace(self, beta=self.beta * factor, corrected=corrected)
@@ -457,17 +457,17 @@ class EigenBlock:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "EigenBlock":
-        """The block on another device or in another dtype."""
+        """Return the block on another device or in another dtype."""
         tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
         return EigenBlock(**{name: tensor.to(device, dtype) for name, tensor in tensors.items()})
 
     def spectrum(self, delta: Tensor | float = 0.0, damping: bool = False) -> Tensor:
-        """Eigenvalues of the block + δI: βα + δ; with damping (β + √δ)(α + √δ). (..., d_out, d_in).
+        """Return eigenvalues of the block + δI: βα + δ; with damping (β + √δ)(α + √δ).
 
-        Differentiable in δ and in the eigenvalues.
+        The shape is (..., d_out, d_in). The result is differentiable in δ and in the eigenvalues.
 
         Raises:
-            ValueError: damping of corrected eigenvalues, which are no products.
+            ValueError: damping of corrected eigenvalues, which are not products.
         """
         if self.corrected is not None:
             if damping:
@@ -485,11 +485,11 @@ class EigenBlock:
         return self.beta[..., :, None] * self.alpha[..., None, :] + delta
 
     def log_det(self, spectrum: Tensor) -> Tensor:
-        """Log det of Q diag(spectrum) Qᵀ, in float64."""
+        """Return log det of Q diag(spectrum) Qᵀ, in float64."""
         return spectrum.double().log().sum()
 
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
-        """Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
+        """Return Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
         V = v.reshape(*v.shape[:-1], *self.spectrum_shape)  # (..., d_out, d_in)
         # Into the eigenbasis, Q_Bᵀ V Q_A, with rows multiplied from the right; there the power is
         # entry by entry; and back.
@@ -503,7 +503,7 @@ class EigenBlock:
         return V.reshape(v.shape)
 
     def diagonal(self, spectrum: Tensor, exponent: float = 1.0) -> Tensor:
-        """The diagonal (P,) of Q diag(spectrum ** exponent) Qᵀ."""
+        """Return the diagonal (P,) of Q diag(spectrum ** exponent) Qᵀ."""
         d = self.Q_B.square() @ spectrum.pow(exponent)
         if self.Q_A is not None:
             d = d @ self.Q_A.square().mT

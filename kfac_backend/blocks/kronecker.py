@@ -34,11 +34,11 @@ FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss")
 class KroneckerFactors:
     """GGN ≈ block-diag(B ⊗ A) over the parameter tensors: a sum over the data, without the prior.
 
-    ``c * factors`` has the factors of the same data with a weight c ≥ 0, as if each example had
-    been seen c times: B, the loss and all counts are multiplied by c, and the mean A stays. So sums
-    of factors are weighted sums over the data, ``0.95 * old + 0.05 * new`` is a moving average of A
-    and B, and ``factors * (1/T)`` has the likelihood tempered by T. Regression has noise 1; the
-    curvature and the loss for another σ are those of ``factors * (1/σ²)``.
+    ``c * factors`` are the factors of the same data with a weight c ≥ 0, as if each example
+    occurred c times. B, the loss and all counts are multiplied by c, and the mean A is unchanged.
+    Sums of factors are therefore weighted sums over the data. ``0.95 * old + 0.05 * new`` is a
+    moving average of A and B, and ``factors * (1/T)`` tempers the likelihood by T. Regression has
+    noise 1; for another σ use ``factors * (1/σ²)``.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), sections 3.2 and 3.3.
     """
@@ -46,23 +46,23 @@ class KroneckerFactors:
     blocks: dict[str, KroneckerBlock]
     """Parameter name -> block, in the order of ``model.named_parameters()``."""
     num_data: float
-    """N, the number of examples; one of weight c counts c times."""
+    """N, the number of examples; an example of weight c counts c times."""
     num_outputs: int
     """C, the size of the outputs' last axis."""
     num_loss_terms: float
-    """The number of loss terms, with weights: N unless examples have several."""
+    """The number of loss terms, with weights; N unless examples have several."""
     loss: float
     """Σ ℓ (nats) over the data: see `likelihoods.loss_sum`."""
     likelihood: Likelihood
     options: CurvatureOptions
-    """The options of the pass, with the mode that kfac_approx="auto" has become; for a sum of
-    factors, those of the first."""
+    """The options of the pass, with the resolved mode of kfac_approx="auto"; for a sum of factors,
+    those of the first."""
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __add__(self, other: "KroneckerFactors") -> "KroneckerFactors":
-        """The factors of the union of both data sets, exactly."""
+        """Return the factors of the union of both data sets, exactly."""
         self._check_same_kind(other)
         add = cache(Factor.add)  # once for the B of a weight and its bias
         return replace(
@@ -79,7 +79,7 @@ class KroneckerFactors:
         return any(isinstance(block, CorrectedBlock) for block in self.blocks.values())
 
     def __mul__(self, weight: float) -> "KroneckerFactors":
-        """The factors of the same data with a weight ≥ 0, as if each example came that often."""
+        """Return the factors of the same data with a weight ≥ 0 for each example."""
         if not 0.0 <= float(weight) < math.inf:
             raise ValueError(f"Factors can be multiplied by a finite number ≥ 0, not by {weight}.")
         c = weight if isinstance(weight, int) else float(weight)  # whole counts stay whole
@@ -97,13 +97,13 @@ class KroneckerFactors:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "KroneckerFactors":
-        """The factors on another device or in another dtype."""
+        """Return the factors on another device or in another dtype."""
         to = cache(Factor.to)
         moved = {name: block.to(device, dtype, to) for name, block in self.blocks.items()}
         return replace(self, blocks=moved)
 
     def check_are_here(self) -> None:
-        """Raise a RuntimeError that names a block which another rank keeps."""
+        """Raise a RuntimeError that names a block stored on another rank."""
         for name, block in self.blocks.items():
             if block.is_meta:
                 raise missing_values(name)
@@ -111,34 +111,35 @@ class KroneckerFactors:
     def gathered(
         self, ranks: Ranks, device: torch.device | str | None = None
     ) -> "KroneckerFactors":
-        """The factors with all blocks on each rank, from the ranks that keep them; collective.
+        """Return the factors with all blocks on each rank; collective.
 
-        To save them, or for what one rank computes alone. Those of one process are whole.
+        Use it before one rank saves them or computes with them alone. The factors of one process
+        are complete.
 
         Args:
-            ranks: those that share the data.
-            device: of the blocks that are sent; it must be one that the ranks' backend sends. None
-                takes that of this rank's own blocks, or the CPU where it has none.
+            ranks: the ranks that share the data.
+            device: device of the received blocks, which the ranks' backend must support. None
+                selects the device of this rank's own blocks, or the CPU if it has none.
         """
         return replace(self, blocks=gathered_blocks(self.blocks, ranks, device))
 
     def to_dense(self, name: str) -> Tensor:
-        """The block of one parameter as a (P, P) matrix."""
+        """Return the block of one parameter as a (P, P) matrix."""
         return self.blocks[name].to_dense()
 
     def eigenvalues(self) -> dict[str, Tensor]:
-        """Parameter name -> all eigenvalues (P,) of its block, in float64."""
+        """Return parameter name -> all eigenvalues (P,) of its block, in float64."""
         compute_eigenvalues(self.blocks.values())
         return {name: block.eigenvalues() for name, block in self.blocks.items()}
 
     def num_clipped(self) -> int:
-        """The number of the factors' eigenvalues that rounding made negative (they count as 0)."""
+        """Return the number of the factors' eigenvalues that rounding made negative."""
         return sum(block.num_clipped() for block in self.blocks.values())
 
     def log_det(self, prior_precision: float | Tensor) -> Tensor:
-        """Log det(GGN + P₀), in float64, differentiable in the prior precision.
+        """Return log det(GGN + P₀), in float64, differentiable in the prior precision.
 
-        It is that of the parameters, without entries that are constants (an embedding's padding).
+        Constant entries (an embedding's padding) are not included.
 
         Args:
             prior_precision: δ > 0, a scalar or one per block (len(self),).
@@ -155,7 +156,7 @@ class KroneckerFactors:
         return torch.stack(terms).sum()
 
     def matvec(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """GGN · v for one tensor per parameter, in the parameters' shapes."""
+        """Return GGN · v for one tensor per parameter, in the parameters' shapes."""
         return {
             name: block.matvec(v[name].flatten()).view_as(v[name])
             for name, block in self.blocks.items()
@@ -176,13 +177,14 @@ class KroneckerFactors:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The factors as plain data and tensors, which `torch.load` reads with its defaults.
+        """Return the factors as plain data and tensors, which `torch.load` reads with its defaults.
 
-        They come back to the bit. A symmetric factor is its triangle, half of its entries; one of
-        few rows is these rows. Equal ones, such as B of a weight and of its bias, are there once.
+        Loading restores them exactly. A symmetric factor is stored as a triangle, which is half of
+        its entries, and a factor of few rows as these rows. Equal factors, such as B of a weight
+        and of its bias, are stored once.
 
         Raises:
-            RuntimeError: blocks that another rank keeps.
+            RuntimeError: another rank has some of the blocks.
         """
         self.check_are_here()
         tensors, keys = dict[str, Tensor](), dict[object, str]()
@@ -218,10 +220,10 @@ class KroneckerFactors:
     def from_state_dict(
         cls, state: Mapping[str, Any], source: str = "The state"
     ) -> "KroneckerFactors":
-        """The factors that `state_dict` returned.
+        """Return the factors of a result of `state_dict`.
 
         Raises:
-            ValueError: not such a state, one of another format version, or factors that hold NaN or
+            ValueError: the state has another form or format version, or its factors contain NaN or
                 are not positive semi-definite.
         """
         header, tensors = state.get("header") or {}, state.get("tensors") or {}
@@ -259,11 +261,11 @@ class KroneckerFactors:
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "KroneckerFactors":
-        """The factors in a file that `save` wrote.
+        """Return the factors in a file written by `save`.
 
         Raises:
-            FileNotFoundError: no such file.
-            ValueError: a damaged or truncated file, and as in `from_state_dict`.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is damaged or truncated, and as in `from_state_dict`.
         """
         tensors, metadata = read_tensors(path, device, kind="Kronecker factors")
         header = parse_json(metadata.get("header", "{}"))

@@ -52,16 +52,16 @@ RULES: dict[type[nn.Module], AnyRule | str] = {
     Bias: BiasRule,
     Scale: ScaleRule,
 }
-"""Layer -> its rule; or the rule's module here and its name, imported with the first such layer."""
+"""Layer -> its rule; or the rule's module and name, which is imported with the first such layer."""
 
 RULES_BY_NAME: dict[str, AnyRule] = {
     "transformers.pytorch_utils.Conv1D": TransposedLinearRule,
     "transformers.modeling_utils.Conv1D": TransposedLinearRule,  # before version 4.28
 }
-"""Layers of other libraries, by name, so that these need not be imported."""
+"""Layers of other libraries, by name, so that these libraries need not be imported."""
 
 RULES_BY_ATTRIBUTE = {"_apply_gate": "by_parts.experts.ExpertsByParts"}
-"""Layers of transformers that a decorator makes, by the attribute that it gives their classes."""
+"""Layers of transformers made by a decorator, by the attribute that it adds to their classes."""
 
 BUILT_IN = dict(RULES)
 
@@ -79,17 +79,17 @@ class Registered(NamedTuple):
 
 
 def register_rule(*layer_types: type[nn.Module]) -> Callable[[T], T]:
-    """A class decorator: the rule for these layers, and for those derived from them.
+    """Class decorator that registers a rule for these layers and their subclasses.
 
-    The rule is a `Rule`, or a `LayerByParts` for a layer that is made of several linear maps. It is
-    checked on the first batch of each curvature pass: the gradients that the rule computes must
-    equal autograd's.
+    The rule is a `Rule`, or a `LayerByParts` for a layer that consists of several linear maps. The
+    first batch of each curvature pass checks it: the gradients that the rule computes must equal
+    autograd's.
 
     Args:
-        layer_types: the layers' classes; rules that were registered for them before are replaced.
+        layer_types: the layers' classes; earlier rules for them are replaced.
 
     Raises:
-        TypeError: not a layer's class, or a decorated class that is not a rule.
+        TypeError: an argument is not a layer's class, or the decorated class is not a rule.
     """
     for layer_type in layer_types or [None]:
         if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
@@ -111,22 +111,22 @@ def register_rule(*layer_types: type[nn.Module]) -> Callable[[T], T]:
 
 
 def register_parameters(*names: str, **views: tuple[int, ...]) -> Callable[[T], T]:
-    """A class decorator for modules with parameters of their own: biases, scales, class tokens.
+    """Class decorator for modules with their own parameters: biases, scales, class tokens.
 
-    A pass also finds such parameters by itself, by following them through the operations of the
-    forward pass. For declared ones it need not. The forward must use them elementwise, so that it
-    can take a copy for each example, (N, ...) in place of (1, ...). Their blocks are then exact.
-    The first batch of each pass proves that.
+    A pass can also find such parameters by following them through the operations of the forward
+    pass. For registered ones this is not necessary. The forward must use them elementwise, so that
+    it accepts a copy for each example, (N, ...) instead of (1, ...). Their blocks are then exact.
+    The first batch of each pass proves this.
 
     ``@register_parameters("class_token", "position_embedding", scale=(1, 1, -1))``
 
     Args:
         names: parameters whose first axis has size one.
-        views: for other parameters the shape, beginning with 1, as which they are broadcast:
-            (1, 1, -1) for a scale (d,) of activations (N, R, d).
+        views: for other parameters the shape, beginning with 1, as which they are broadcast: (1, 1,
+            -1) for a scale (d,) of activations (N, R, d).
 
     Raises:
-        ValueError: a view that does not begin with 1.
+        ValueError: a view does not begin with 1.
     """
     for name, view in views.items():
         if not view or view[0] != 1:
@@ -143,7 +143,7 @@ def register_parameters(*names: str, **views: tuple[int, ...]) -> Callable[[T], 
 
 
 def registered(layer: nn.Module) -> Registered | None:
-    """The rule of the layer's class or of its nearest base class; None if there is none."""
+    """Return the rule of the layer's class or of its nearest base class; None if there is none."""
     for cls in type(layer).__mro__:
         rule = RULES.get(cls) or RULES_BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
         if rule is not None:
@@ -161,7 +161,7 @@ def _imported(rule: str) -> AnyRule:
 
 
 def declared_parameters(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """The declared parameters of a module's class and its base classes, with their views."""
+    """Return the registered parameters of a module's class and base classes, with their views."""
     declared: dict[str, Any] = {}
     for cls in reversed(type(module).__mro__):
         declared |= PARAMETERS.get(cls, {})
@@ -169,5 +169,5 @@ def declared_parameters(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 
 def supported_layers() -> list[str]:
-    """Names of the layers that have a rule, without the parts of others."""
+    """Return the names of the layers that have a rule, without the parts of others."""
     return [kind.__name__ for kind in RULES if not issubclass(kind, LinearPart)]

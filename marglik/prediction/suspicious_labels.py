@@ -1,25 +1,28 @@
-"""Suspicious labels: what the network predicted for each training example while it was trained.
+"""Suspicious labels: compare each training label with the predictions during the training.
 
-A network learns what most labels say before it learns single wrong ones, and under a learned weight
-decay it may never learn these. So p̄_n, the mean over epochs of the softmax p(·|x_n) that the
-training steps compute anyway, disagrees with a wrong label. The score is the surprise that the
-label is, over the surprise that p̄_n itself expects, the entropy:
+A network learns most labels before it learns single wrong ones. With a learned weight decay it may
+never learn the wrong ones. The mean p̄_n over epochs of the softmax p(·|x_n), which the training
+steps compute anyway, therefore disagrees with a wrong label. The score is the surprise of the
+label, divided by the expected surprise under p̄_n, the entropy:
 
     s_n = −log p̄_n,y_n / −Σ_c p̄_nc log p̄_nc
 
-Without the denominator, honest labels of hard examples come before wrong labels of easy ones.
+Without the denominator, right labels of hard examples would have higher scores than wrong labels of
+easy ones.
 
-Of two classes this is above 1 wherever the prediction is the other class, and says no more. There
-the score is −log p̄_y / log 2, in the order of the label's probability of being wrong, and
-`SuspiciousLabels.number` counts the labels beyond chance: labels drawn from p̄ contradict the
-prediction Σ_n q_n times on average, q_n = min(p̄_n, 1 − p̄_n), with the variance Σ_n q_n (1 − q_n).
+With two classes this score exceeds 1 whenever the prediction is the other class, and has no further
+meaning. The score is then −log p̄_y / log 2, which has the order of the label's probability of
+being wrong. `SuspiciousLabels.number` then counts the labels beyond chance: labels drawn from p̄
+contradict the prediction Σ_n q_n times on average, q_n = min(p̄_n, 1 − p̄_n), with the variance Σ_n
+q_n (1 − q_n).
 
-With a share ε of labels that were drawn at random from C classes, as calibration finds it, each
-label also has a probability of being wrong. Of labels that p̄ has not seen it is (ε/C)(1 − p̄_y)/
-((1 − ε) p̄_y + ε/C), odds of κ (1 − p̄_y)/p̄_y with κ = (ε/C)/(1 − ε + ε/C). Training has seen them,
-also the wrong ones, and made each more probable than it was. So κ is the one with which as many
-labels are expected to be wrong as held-out labels say, N ε (C − 1)/C: held-out labels say how many
-are wrong, and the training which.
+If calibration finds a share ε of random labels from C classes, each label also has a probability of
+being wrong. For labels that were not used for training it is (ε/C)(1 − p̄_y)/((1 − ε) p̄_y + ε/C),
+odds of κ (1 − p̄_y)/p̄_y with κ = (ε/C)/(1 − ε + ε/C). Training increased the probabilities of all
+training labels, including the wrong ones. κ is therefore chosen so that the expected number of
+wrong labels agrees with the held-out labels, N ε (C − 1)/C. Held-out labels determine the number of
+wrong labels, and the training determines which labels are wrong.
+
 Sources: Pleiss et al. 2020 (arXiv:2001.10528) average margins of logits over epochs, Swayamdipta et
 al. 2020 (arXiv:2009.10795) probabilities; the quotient was chosen by our own study.
 """
@@ -44,9 +47,10 @@ from kfac_backend.ranks import Ranks
 from marglik.data.batches import Batches
 
 DEVIATIONS = 2.0
-"""Standard deviations by which contradicted labels of two classes exceed their mean by chance."""
+"""Number of standard deviations by which contradicted labels of two classes may exceed their mean
+by chance."""
 LARGEST_RECORD = 2**26
-"""Most numbers p̄ that a run keeps: 512 MiB, and as much in each checkpoint."""
+"""Maximum number of stored entries of p̄: 512 MiB, and as much in each checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +58,29 @@ class SuspiciousLabels:
     """All examples whose label could be judged, the most suspicious first; each field (M,)."""
 
     index: Int64[Tensor, " M"]
-    """Positions in the training data."""
+    """Indices in the training data."""
     label: Int64[Tensor, " M"]
-    """The labels that were given."""
+    """The given labels."""
     predicted: Int64[Tensor, " M"]
-    """The classes that the network preferred in the mean over epochs."""
+    """The most probable classes in the mean over epochs."""
     score: Float[Tensor, " M"]
-    """The label's surprise, over what the network expects, of two classes over log 2: at most 1
-    where the network agrees with the label. Of more classes 1 on average for draws from p̄."""
+    """The label's surprise divided by the expected surprise, or, with two classes, by log 2. It is
+    at most 1 if the network agrees with the label. With more classes it is 1 on average for labels
+    drawn from p̄."""
     wrong: Float[Tensor, " M"] | None = None
-    """The probability that the label is wrong; None if ε is not known, or 0."""
+    """The probability that the label is wrong; None if ε is unknown or 0."""
     number: int = 0
-    """How many of the first to look at: labels that the network contradicts, and not for doubt.
+    """Number of suspicious labels, which come first.
 
-    Of more than two classes those with a score above 1. Of two classes the expected number of wrong
-    labels, Σ ``wrong``; where ε is not known, the contradicted labels beyond what chance explains.
-    Of a network that predicts most labels well, nearly all of them are wrong. Others are hard
-    examples, of which it is wrongly sure."""
+    With more than two classes these are the labels with a score above 1. With two classes it is the
+    expected number of wrong labels, Σ ``wrong``; if ε is unknown, the number of contradicted labels
+    beyond chance. If the network predicts most labels well, nearly all suspicious labels are wrong.
+    Others are hard examples for which the network is confidently wrong.
+    """
 
     @property
     def agreement(self) -> float:
-        """Share of the labels that the network predicts in the mean over epochs."""
+        """Share of the labels that are the most probable class in the mean over epochs."""
         return (self.predicted == self.label).double().mean().item()
 
 
@@ -84,23 +90,23 @@ def suspicious_labels(
     label_noise: float | None = None,
     output_temperature: float = 1.0,
 ) -> SuspiciousLabels:
-    """The training examples in the order in which their labels should be looked at.
+    """Return the training examples, sorted by how suspicious their labels are.
 
-    Use it on ``OnlineResult.training_probabilities.mean()``, or on probabilities that a loop of
-    your own keeps: the softmax of each example's outputs at each step, or of networks that were
+    Use it on ``OnlineResult.training_probabilities.mean()``, or on probabilities of your own
+    training loop: the softmax of each example's outputs at each step, or of networks that were
     trained on other folds.
 
     Args:
         labels: the given labels, (N,), a tensor or an array.
-        probabilities: of the classes, (N, C), or (epochs, N, C), of which the mean is taken.
-            Examples with NaN (never seen) are left out.
-        label_noise: ε, for each label's probability of being wrong: the ``label_noise`` of a
+        probabilities: class probabilities, (N, C), or (epochs, N, C), which are averaged. Examples
+            with NaN (never used) are omitted.
+        label_noise: ε, to compute each label's probability of being wrong: the ``label_noise`` of a
             calibration, or the ``noise`` of likelihood "noisy_classification". The probabilities
-            add up to N ε (C − 1)/C; of 0, as of None, there are none.
-        output_temperature: τ of that calibration: these probabilities are of p̄^(1/τ), normalised.
+            sum to N ε (C − 1)/C. With 0 or None they are not computed.
+        output_temperature: τ of that calibration: these probabilities use p̄^(1/τ), normalised.
 
     Raises:
-        ValueError: shapes that do not fit, labels that are no classes, or no probabilities.
+        ValueError: shapes do not fit, labels are not classes, or probabilities are invalid.
     """
     labels, probabilities = torch.as_tensor(labels), torch.as_tensor(probabilities)
     p = probabilities.detach().double()
@@ -158,15 +164,15 @@ def _with_mean(odds: Float[Tensor, " M"], mean: float) -> Float[Tensor, " M"]:
 
 
 class TrainingProbabilities:
-    """p̄ of each training example, added up from the outputs of the training steps.
+    """p̄ of each training example, accumulated from the outputs of the training steps.
 
-    Steps see examples in random order, so batches must come with indices: those of `Batches`
-    (marglik's own data), and of DataLoaders, whose sampler is asked on the way. Where they cannot
-    be known, nothing is kept, and `mean` says why.
+    The training order is random, so batches need indices. `Batches` (marglik's own data) has them,
+    and so does the sampler of a DataLoader. If the indices are unknown, nothing is stored, and
+    `mean` raises an error with the reason.
 
     Args:
         loader: the training batches.
-        likelihood: of the targets; "classification" is supported.
+        likelihood: likelihood of the targets; "classification" is supported.
         ranks: the ranks that each have a part of the data.
     """
 
@@ -174,17 +180,17 @@ class TrainingProbabilities:
         self._loader: Any = loader
         self._ranks = ranks
         self.unknown: str = _why_unknown(loader, likelihood, ranks)
-        """Why nothing is kept; empty if all is well."""
+        """Reason why nothing is stored; empty otherwise."""
         # (N, C + 1), Σ p over visits, then their number: of epochs that ended, on all ranks, ...
         self._sums: Tensor | None = None
         # ... and the indices and outputs of this rank's steps in the present epoch.
         self._steps: list[tuple[Tensor, Tensor]] = []
 
     def mean(self) -> Tensor:
-        """p̄, (N, C) in the order of the data set; NaN for examples that were never seen.
+        """Return p̄, (N, C) in the order of the data set; NaN for examples that were never used.
 
         Raises:
-            ValueError: the loader does not tell which examples it yields, or the likelihood or the
+            ValueError: the indices of the loader's examples are unknown, or the likelihood or the
                 targets are not supported.
         """
         if self.unknown or self._sums is None:
@@ -196,7 +202,7 @@ class TrainingProbabilities:
         return len(self._loader)  # pyright: ignore[reportArgumentType]
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Any]]:
-        """One epoch of (indices, batch); indices are None if they are not known."""
+        """Yield one epoch of (indices, batch); indices are None if they are unknown."""
         loader, self._steps = self._loader, []
         if self.unknown:
             return ((None, batch) for batch in loader)
@@ -258,11 +264,11 @@ class TrainingProbabilities:
         self._steps = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept between epochs, the same on all ranks."""
+        """Return the state between epochs, which is the same on all ranks."""
         return {"sums": self._sums, "unknown": self.unknown}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Load a result of `state_dict`."""
         self._sums, self.unknown = state["sums"], state["unknown"]
 
 
