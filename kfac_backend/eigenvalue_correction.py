@@ -34,39 +34,40 @@ def corrected_factors(
     process_group: ProcessGroupOption = "default",
     **keywords: Any,
 ) -> KroneckerFactors:
-    """The factors with the eigenvalues of the exact blocks in their eigenbasis (EKFAC).
+    """Return the factors with the exact blocks' eigenvalues in their eigenbasis (EKFAC).
 
     Eigenvalue (i, j) of each block becomes Σ_n Σ_v (q_Bᵢᵀ G_nv q_Aⱼ)², with G_nv the gradient of
-    example n and vector v of the loss Hessian's root: the diagonal of the block of the GGN (or of
-    its estimate by ``fisher``) in the basis Q_B ⊗ Q_A. So the trace is exact, and the Frobenius
-    distance to the exact block is the smallest that these eigenvectors allow. Expand and reduce
-    differ only in the basis. Blocks that are exact already (norms, scalars, diagonals) stay as they
-    are. Source: George et al. 2018 (arXiv:1806.03884), section 3.
+    example n and vector v of the loss Hessian's root. This is the diagonal of the block of the GGN
+    (or of its estimate by ``fisher``) in the basis Q_B ⊗ Q_A. The trace is therefore exact, and the
+    Frobenius distance to the exact block is the smallest with these eigenvectors. Expand and reduce
+    differ only in the basis. Blocks that are already exact (norms, scalars, diagonals) are
+    unchanged. Source: George et al. 2018 (arXiv:1806.03884), section 3.
 
-    Under reduce a factor of fewer examples than rows has a null space that the gradients reach, and
-    rounding chooses the eigenvectors there. Another order of batches, or of sums over ranks, then
-    changes the eigenvalues: Σ log(1 + s) of a block by up to 6e-4 of itself, with 7 examples.
+    Under reduce, a factor of fewer examples than rows has a null space in which gradients are not
+    zero, and rounding determines the eigenvectors there. Another order of batches, or of sums over
+    ranks, then changes the eigenvalues: Σ log(1 + s) of a block by up to 6e-4 of itself, with 7
+    examples.
 
-    It takes a second pass over the data, with the model in the same mode. That pass computes each
-    example's gradient for each vector, as a backward pass to the weights would, and rotates inputs
-    into the basis. The first pass needs neither: with WRN-16-4 Fixup, 32 images of CIFAR-10's shape
-    and one thread, the second pass took 2.4 times as long as the exact pass for expand, and 3.1
-    times as long as that for reduce (medians of three interleaved runs on a busy machine).
+    It needs a second pass over the data, with the model in the same mode. This pass computes each
+    example's gradient for each vector, like a backward pass to the weights, and rotates inputs into
+    the basis. The first pass needs neither. With WRN-16-4 Fixup, 32 images of CIFAR-10's shape and
+    one thread, the second pass took 2.4 times as long as the exact pass for expand, and 3.1 times
+    as long as that for reduce (medians of three interleaved runs on a busy machine).
 
     Args:
-        factors: of the model at its present parameters.
+        factors: factors of the model at its present parameters.
         model: the model.
         data: the data of the factors; batches may come in another order.
         options: the options of the first pass; by default those that the factors store.
-        generator: source of fisher="mc"'s labels, which are drawn anew.
+        generator: random numbers for fisher="mc", whose labels are drawn again.
         progress: whether to show a progress bar over the batches.
-        process_group: the ranks that have a shard of the data each, as of `kronecker_factors`.
-        keywords: single options, in place of those of ``options``.
+        process_group: the ranks that have a shard of the data each, as in `kronecker_factors`.
+        keywords: single options that override fields of ``options``.
 
     Raises:
         ValueError: data, options or model differ from those of the factors; and as in
             `kronecker_factors`.
-        NotImplementedError: a layer with rows of unknown examples; and as in `kronecker_factors`.
+        NotImplementedError: a layer has rows of unknown examples; and as in `kronecker_factors`.
     """
     options = (factors.options if options is None else options).replace(**keywords)
     of_factors, of_correction = factors.options.of_the_matrix(), options.of_the_matrix()

@@ -1,20 +1,20 @@
-"""`factor_gradients`: how a function of the factors changes with what the model's inputs depend on.
+"""`factor_gradients`: differentiate a function of the factors in variables behind the inputs.
 
-An augmentation with a learned range moves all inputs, and with them the factors A and B of every
-layer. To learn the range by the evidence, its derivative must be taken through them. Source: Immer
-et al. 2022 (arXiv:2202.10638), who differentiate the evidence whole; here it is the chain rule.
-With the derivatives G_A = ∂F/∂A and G_B = ∂F/∂B of a function F of the factors,
+An augmentation with a learned range changes all inputs, and with them the factors A and B of every
+layer. To learn the range by the evidence, its derivative must include this change. Source: Immer et
+al. 2022 (arXiv:2202.10638), who differentiate the whole evidence; here it is the chain rule. With
+the derivatives G_A = ∂F/∂A and G_B = ∂F/∂B of a function F of the factors,
 
     dF/dη = Σ_layers (⟨G_A, dA/dη⟩ + ⟨G_B, dB/dη⟩),
 
-and since A is a mean of outer products a aᵀ, and B a sum of outer products b bᵀ, these are
-derivatives of Σ aᵀ G_A a and Σ bᵀ G_B b at G held fixed. So one more pass suffices, batch by batch,
-which differentiates its backward passes once more. No factor is summed up in it.
+and because A is a mean of outer products a aᵀ, and B a sum of outer products b bᵀ, these are
+derivatives of Σ aᵀ G_A a and Σ bᵀ G_B b at fixed G. One more pass, batch by batch, is therefore
+enough. It differentiates its backward passes once more and sums no factor.
 
-What only the likelihood depends on moves no input, and only the vectors v that are propagated back.
-A row b is linear in its vector, so that Σ bᵀ G b is a quadratic form q(v), and its derivative along
-v' is ½ (q(v + v') − q(v − v')), without rounding to speak of. These are plain backward passes, as
-models under `fully_shard` need: for a second one through the first, FSDP has dropped the weights.
+A parameter of the likelihood changes no input, but only the backward vectors v. A row b is linear
+in its vector, so Σ bᵀ G b is a quadratic form q(v). Its derivative along v' is ½ (q(v + v') − q(v −
+v')), with negligible rounding. These are plain backward passes, as models under `fully_shard` need:
+for a second backward pass through the first, FSDP has already freed the weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -57,33 +57,34 @@ def factor_gradients(
     progress: bool = False,
     process_group: ProcessGroupOption = "default",
 ) -> list[Tensor]:
-    """The gradient of F(factors) + c·Σ ℓ in tensors that the model's inputs depend on.
+    """Return the gradient of F(factors) + c·Σ ℓ in tensors that the model's inputs depend on.
 
     The loss Hessian Λ changes with the outputs, too, and is differentiated: by the columns of its
-    root S; where a Fisher draws by S ε of random signs ε, which are unbiased. Held fixed: the
-    model's parameters, and the blocks of parameters without a rule.
+    root S; if a Fisher draws, by S ε of random signs ε, which are unbiased. The model's parameters,
+    and the blocks of parameters without a rule, are fixed.
 
     Args:
-        factors: of the model, at which F was differentiated.
+        factors: factors of the model, at which F was differentiated.
         model: the model, in the mode in which the factors were computed.
-        data: batches, of all the data of the factors or of a random part of it, whose gradient is
+        data: batches of all the data of the factors or of a random part of it, whose gradient is
             scaled by the share of the examples.
-        tensors: leaves from which the model computes inputs of its layers, such as buffers; they
-            need not require a gradient. No parameters of layers. Or the likelihood's, see
-            `Likelihood.with_parameters`; under `fully_shard` only these.
-        of_factors: ∂F/∂B and ∂F/∂A of each block, by name; blocks that are left out do not count.
+        tensors: leaf tensors from which the model computes inputs of its layers, such as buffers;
+            they need not require a gradient. Parameters of layers are not supported. Or the
+            likelihood's parameters, see `Likelihood.with_parameters`; under `fully_shard` only
+            these.
+        of_factors: ∂F/∂B and ∂F/∂A of each block, by name; omitted blocks do not count.
         of_loss: c.
-        options: those of the factors by default.
-        generator: source of what a Fisher draws.
+        options: by default those of the factors.
+        generator: random numbers for a Fisher that draws.
         progress: whether to show a progress bar over the batches.
-        process_group: the ranks that have a shard of the data each, as of `kronecker_factors`.
+        process_group: the ranks that have a shard of the data each, as in `kronecker_factors`.
 
     Returns:
         For each tensor its gradient, summed over the data and the ranks.
 
     Raises:
-        ValueError: no data, or a tensor that no input depends on.
-        NotImplementedError: a tensor that two layers use in different ways; and as in
+        ValueError: there is no data, or no input depends on a tensor.
+        NotImplementedError: two layers use a tensor in different ways; and as in
             `kronecker_factors`.
     """
     derivatives = FactorDerivatives(

@@ -698,7 +698,7 @@ class ParametricLaplace(Posterior):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fit without the network, for `torch.save`; `torch.load` reads it by default."""
+        """Return the fit without the network, for `torch.save`; `torch.load` reads it."""
         fit = self.fitted_curvature().state_dict()
         names = [*trainable_parameters(self.model)]
         return {name: getattr(self, name) for name in SAVED} | {"fit": fit, "names": names}

@@ -211,7 +211,7 @@ class KroneckerBlock:
         dtype: torch.dtype | None = None,
         to: Callable[[Factor, Any, Any], Factor] = Factor.to,
     ) -> Self:
-        """Return the block on another device or in another dtype; ``to`` as ``scale`` of `scale`."""
+        """Return the block on another device or in another dtype; ``to`` is as in `scale`."""
         moved = {name: to(factor, device, dtype) for name, factor in self.factors.items()}
         return self.replace(**moved)
 
@@ -221,7 +221,7 @@ class KroneckerBlock:
 
     @property
     def cost(self) -> int:
-        """Return the cost of a decomposition or an inverse, up to a constant: Σ d³ of its factors."""
+        """Return the cost of a decomposition or inverse, up to a constant: Σ d³ of its factors."""
         return sum(factor.cost for factor in self.factors.values())
 
     @property

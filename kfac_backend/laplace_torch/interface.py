@@ -17,20 +17,20 @@ from kfac_backend.sharding import check_whole
 
 
 class KfacInterface(laplace.curvature.CurvatureInterface):
-    """`kron` on top of `CurvaturePass`; everything else is inherited from laplace-torch.
+    """`kron` by `CurvaturePass`; all other methods are inherited from laplace-torch.
 
     Args:
         model: the network, or laplace-torch's feature extractor around it.
         likelihood: "classification" or "regression".
-        last_layer: only the last layer's curvature.
+        last_layer: whether to compute only the last layer's curvature.
         subnetwork_indices: for laplace-torch's subnetwork Laplace (full, diag).
-        dict_key_x: as in laplace-torch, where a mapping goes to the model as a whole all the same.
+        dict_key_x: as in laplace-torch, where the model still gets a mapping as a whole.
         dict_key_y: the targets' key in batches that are mappings.
-        generator: source of Monte Carlo labels.
+        generator: random numbers for Monte Carlo labels.
         process_group: the ranks that have a shard of each batch, None for this process alone.
-            `kron` returns the sums over all shards, so that all ranks must call it equally often:
-            give each rank the same number of batches, of any sizes. `marglik.KronLaplace` reduces
-            once for all batches, and does not need that.
+            `kron` returns the sums over all shards, so all ranks must call it equally often: give
+            each rank the same number of batches, of any sizes. `marglik.KronLaplace` reduces once
+            for all batches, and does not need this.
         kwargs: ``stochastic`` and ``num_samples`` of laplace-torch's interfaces, and all options of
             `CurvatureOptions` except ``fisher`` and ``mc_samples``. laplace-torch needs a block for
             every trainable parameter: freeze with requires_grad_(False) instead of
@@ -74,7 +74,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
     def kron(  # pyright: ignore[reportIncompatibleMethodOverride]  # has no other keywords
         self, x: Tensor | MutableMapping[str, Any], y: Tensor, N: int
     ) -> tuple[Tensor, FactorKron]:
-        """Loss (a sum, nats) and curvature of one batch, scaled so that batches add up.
+        """Return the loss (a sum, nats) and curvature of one batch, scaled so that batches add up.
 
         A is the batch's mean times M/N, B the batch's sum.
 
@@ -126,13 +126,13 @@ class KfacGGN(KfacInterface, laplace.curvature.GGNInterface):  # pyright: ignore
 class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The empirical Fisher by K-FAC, expand or reduce, for laplace-torch 0.3.
 
-    Gradients are those of −log p(y|f), with unit noise for "regression": ``f − y``. laplace-torch's
-    own full and diagonal empirical Fisher are twice as large, since they take gradients of the
-    squared error without ½, 2 (f − y), and halve their outer product.
+    It uses the gradients of −log p(y|f), with unit noise for "regression": ``f − y``.
+    laplace-torch's own full and diagonal empirical Fisher are twice as large, because they use
+    gradients of the squared error without ½, 2 (f − y), and halve their outer product.
     """
 
     def gradients(self, x: Tensor | MutableMapping[str, Any], y: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients (M, P) of each example's ``lossfunc``, and the batch's sum of it."""
+        """Return gradients (M, P) of each example's ``lossfunc``, and its sum over the batch."""
         if not self.last_layer and isinstance(x, Tensor):
             return super().gradients(x, y)
         # laplace-torch supports neither mappings nor the last layer here: chain Jacobians instead.
@@ -144,12 +144,12 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
         return torch.einsum("nc,ncp->np", g, Js), loss.detach()
 
     def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and dense empirical Fisher (P, P) of one batch."""
+        """Return loss and dense empirical Fisher (P, P) of one batch."""
         loss, H = super().full(x, y, **kwargs)
         return loss, self.factor * H
 
     def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and diagonal (P,) of the empirical Fisher of one batch."""
+        """Return loss and diagonal (P,) of the empirical Fisher of one batch."""
         loss, H = super().diag(x, y, **kwargs)
         return loss, self.factor * H
 

@@ -1,4 +1,4 @@
-"""One file per kind of layer: how inputs and output gradients become Gram matrices.
+"""One file per kind of layer: from inputs and output gradients to Gram matrices.
 
 A pass finds a layer's rule in the registry.
 """

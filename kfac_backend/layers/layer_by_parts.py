@@ -1,8 +1,8 @@
-"""Layers made of several linear maps, such as attention: a forward in which hooks see each map.
+"""Layers made of several linear maps, such as attention, with hooks on each map.
 
-K-FAC needs the input and the output gradient of each linear map. A layer that computes several maps
-in one call hides them from hooks. In a pass its forward is replaced by one that computes the same
-and calls the maps one by one. The proof on the first batch compares the two.
+K-FAC needs the input and the output gradient of each linear map. If a layer computes several maps
+in one call, hooks cannot capture them. In a pass its forward is therefore replaced by one that
+computes the same and calls the maps one by one. The proof on the first batch compares both.
 """
 
 from abc import ABC, abstractmethod
@@ -16,16 +16,16 @@ from kfac_backend.sharding import whole_shape
 
 
 class LinearPart(nn.Module):
-    """One linear map of a layer, y = x Wᵀ + b, whose parameters are the layer's own.
+    """One linear map of a layer, y = x Wᵀ + b, with the layer's own parameters.
 
     Args:
         layer: the layer.
         weight: name of its weight (d_out, d_in).
         bias: name of its bias (d_out,), if there is one.
-        slot: the index of this map, where tensors hold several, packed below each other as
-            attention's queries, keys and values, or stacked (E, d_out, d_in) as experts.
-        slots: "weight" and "bias" -> the number of maps that are packed in that tensor, if it is
-            more than one.
+        slot: the index of this map, if tensors contain several: packed below each other like
+            attention's queries, keys and values, or stacked (E, d_out, d_in) like experts.
+        slots: "weight" and "bias" -> the number of maps packed in that tensor, if it is more than
+            one.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LinearPart(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The map's own matrix (d_out, d_in), of those that the tensor holds."""
+        """The map's own matrix (d_out, d_in) in the layer's tensor."""
         return self._own("weight")
 
     @property
@@ -53,7 +53,7 @@ class LinearPart(nn.Module):
         return self._own("bias") if "bias" in self.parameter_of else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """X Wᵀ + b for x (N, ..., d_in)."""
+        """Return x Wᵀ + b for x (N, ..., d_in)."""
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -80,13 +80,13 @@ class TransposedPart(LinearPart):
 
 
 class FunctionalLayer(nn.Module):
-    """A layer that stands for a call such as ``F.conv2d(x, weight, bias)``; it is never run.
+    """A layer that represents a call such as ``F.conv2d(x, weight, bias)``; it is never run.
 
     Args:
         places: "weight" and "bias" -> the module that has the parameter, and its name there.
         function: the name of the function.
         settings: the attributes that the rule reads from such a layer: stride, padding and so on.
-        slot: the number of the matrix, where the weight is a stack of them.
+        slot: the index of the matrix, if the weight is a stack of them.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class FunctionalLayer(nn.Module):
 
 
 class LayerByParts(ABC):
-    """How a layer computes its output by `LinearPart`s; replaces the layer's forward in a pass.
+    """Computes a layer's output by `LinearPart`s; replaces the layer's forward in a pass.
 
     ::
 
@@ -132,26 +132,26 @@ class LayerByParts(ABC):
             def forward(self, layer, parts, x):
                 return layer.base(x) + layer.scale * parts["up"](parts["down"](x))
 
-    Layers that are called inside, such as ``layer.base`` here, have their own rules as usual. The
-    first batch of a pass proves that the outputs and their derivatives are those of the layer's own
+    Layers that the forward calls, such as ``layer.base`` here, have their own rules. The first
+    batch of a pass proves that the outputs and their derivatives equal those of the layer's own
     forward.
     """
 
     is_checked = True
-    """Whether that proof is made; it is not needed where ``forward`` calls the layer's own."""
+    """Whether the proof is necessary; it is not if ``forward`` calls the layer's own forward."""
 
     num_examples: int | None = None
-    """N of the batch that runs in a pass, as far as it is known."""
+    """N of the present batch, if it is known."""
 
     differentiable = False
     """Whether a pass keeps the graphs of the parts' inputs with respect to the model's input."""
 
     @abstractmethod
     def parts(self, layer: Any) -> Mapping[str, LinearPart]:
-        """Name -> linear map; together the maps hold all of the layer's own parameters."""
+        """Return name -> linear map; together the maps have all of the layer's parameters."""
 
     @abstractmethod
     def forward(
         self, layer: Any, parts: Mapping[str, LinearPart], *args: Any, **kwargs: Any
     ) -> Any:
-        """What the layer's own forward returns, computed by the parts."""
+        """Return the result of the layer's own forward, computed by the parts."""

@@ -34,7 +34,7 @@ from kfac_backend.options import Mode
 from kfac_backend.precision import at_least_float32
 
 FEWEST_POSITIONS = 256
-"""As many positions at least, if there are, take one product in `summed_gradients`."""
+"""Minimum number of positions for a single product in `summed_gradients`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Use:
     a: Tensor
     """The layer's input, detached: (N, ...), or (M, ...) with `rows`."""
     rows: Rows | None = None
-    """Which example each of the M rows belongs to; None where row n is example n."""
+    """The example of each of the M rows; None if row n is example n."""
 
 
 class BlockSums(NamedTuple):
@@ -58,7 +58,7 @@ class BlockSums(NamedTuple):
     num_terms: int = 0
     """The number of terms in A."""
     slot: tuple[int, int] = (0, 1)
-    """(index, count) of this map among those that the parameter holds; (0, 1) for a single map."""
+    """(index, count) of this map among the maps in the parameter; (0, 1) for a single map."""
 
     def map(self, change: Callable[[Factor], Factor]) -> "BlockSums":
         """The sums with each factor replaced."""
@@ -75,29 +75,30 @@ class ExampleGradients(NamedTuple):
 
 
 class Rule(ABC):
-    """Sums up, for one layer and one pass, what its inputs and output gradients add to its blocks.
+    """Sums a layer's contributions to its blocks in one pass, from its inputs and output gradients.
 
-    A rule need not know the kind of Fisher or autocast: the pass (`curvature`) takes care of both.
-    It knows parameters by their local names ("weight", not "block.0.weight"). The tensors that it
-    receives are detached; their first axis is the examples, or the rows.
+    A rule does not depend on the kind of Fisher or on autocast, which the pass (`curvature`)
+    handles. It uses the parameters' local names ("weight", not "block.0.weight"). Its tensors are
+    detached; their first axis is the examples, or the rows.
 
     Args:
         layer: the layer.
         mode: expand or reduce.
         names: the trainable parameters of the layer.
-        diagonal_above: rows of a factor above which only its diagonal is kept, see
-            `CurvatureOptions`; None keeps them whole.
+        diagonal_above: number of rows of a factor above which only its diagonal is computed, see
+            `CurvatureOptions`; None computes whole factors.
     """
 
     parameter_names: ClassVar[frozenset[str]]
-    """The local names of the parameters that the rule knows."""
+    """The local names of the parameters that the rule supports."""
 
     needs_input: ClassVar[bool] = False
-    """Whether `add_gradient` needs the layer's input, which is then kept for the backward."""
+    """Whether `add_gradient` needs the layer's input, which is then stored for the backward
+    pass."""
 
     needs_examples: ClassVar[bool] = False
-    """Whether the block needs each example's sum in expand mode, too. Then it must be known which
-    example each row belongs to. In reduce mode all rules need that."""
+    """Whether the block also needs each example's sum in expand mode. The example of each row must
+    then be known. In reduce mode all rules need this."""
 
     takes_integers: ClassVar[bool] = False
     """Whether the layer's input consists of integers, as an embedding's does."""
@@ -107,11 +108,11 @@ class Rule(ABC):
     axes except the first are positions."""
 
     transposed: ClassVar[bool] = False
-    """Whether the weight is stored (d_in, d_out): its block is A ⊗ B instead of B ⊗ A."""
+    """Whether the weight is stored as (d_in, d_out). Its block is then A ⊗ B instead of B ⊗ A."""
 
     alternatives: ClassVar[tuple[type["Rule"], ...]] = ()
-    """Rules for derived layers that do the same along other axes, such as a LayerNorm over the
-    channels of images. The proof takes the first of them that matches."""
+    """Rules for derived layers that compute the same along other axes, such as a LayerNorm over the
+    channels of images. The proof selects the first one that matches."""
 
     def __init__(
         self,
@@ -133,14 +134,14 @@ class Rule(ABC):
 
     @classmethod
     def input_of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The layer's input, from the arguments that its forward gets."""
+        """Return the layer's input, from the arguments of its forward."""
         if args:
             return args[0]
         return kwargs.get("input", next(v for v in kwargs.values() if isinstance(v, Tensor)))
 
     @abstractmethod
     def make_sums(self) -> None:
-        """Fill in ``A`` and ``B`` with empty sums."""
+        """Create empty sums in ``A`` and ``B``."""
 
     @classmethod  # noqa: B027
     def check(cls, layer: Any) -> None:
@@ -153,21 +154,21 @@ class Rule(ABC):
     def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the gradients of a backward vector with respect to one use's output.
 
-        The use has its input only if `needs_input`; b is in the output's shape.
+        The use has its input only if `needs_input`; b has the output's shape.
         """
 
     def separate(self) -> None:  # noqa: B027
-        """Give each parameter sums of its own, where two had the same so far."""
+        """Give each parameter its own sums if two shared them before."""
 
     def share(self, name: str, other: "Rule", others_name: str) -> None:
-        """Add to the sums of another rule from now on, since both parameters are one tensor."""
+        """Add to the sums of another rule from now on, because both parameters are one tensor."""
         for mine, others in ((self.A, other.A), (self.B, other.B)):
             if name in mine:
                 mine[name] = others[others_name]
         self._shared.add(name)
 
     def block_sums(self) -> dict[str, BlockSums]:
-        """The sums so far of all ``names``, except those whose sums another rule has (`share`)."""
+        """Return the sums so far of all ``names``, except those that another rule has."""
         # The Gram matrices themselves, which later become the block in place, not copies.
         sums, names = {}, [name for name in self.names if name not in self._shared]
         factors = {one: one.gram.factor() for one in {self.B[name] for name in names}}
@@ -188,7 +189,7 @@ class Rule(ABC):
 
     @abstractmethod
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
-        """Output gradients with a single axis of positions, as `example_gradients` takes them.
+        """Return output gradients with a single axis of positions, for `example_gradients`.
 
         Args:
             use: the use, with its input (M, ...).
@@ -199,7 +200,7 @@ class Rule(ABC):
     def example_gradients(
         self, a: Tensor, b: Float[Tensor, "N R C d_out"]
     ) -> dict[str, ExampleGradients]:
-        """The gradients in the parameters ``names``, separately for each example (or row).
+        """Return the gradients in the parameters ``names``, separately for each example (or row).
 
         Args:
             a: the layer's input (N, ...).

@@ -1,8 +1,8 @@
-"""The rule of all layers with a weight matrix that positions share, and that of linear layers.
+"""The rule of linear layers, and of all layers with a weight matrix that positions share.
 
-Here the formulas of `kfac_backend.expand_and_reduce` are applied to a layer: `add_input` and
-`add_gradient` take one use's rows as the mode says, and add them to the two factors. `layers.rule`
-has the order in which a pass calls these methods.
+It applies the formulas of `kfac_backend.expand_and_reduce` to a layer. `add_input` and
+`add_gradient` reduce or expand one use's rows, by the mode, and add them to the two factors.
+`layers.rule` documents the order in which a pass calls these methods.
 """
 
 from abc import abstractmethod
@@ -20,9 +20,9 @@ from kfac_backend.layers.rule import ExampleGradients, Rule, Use, sum_over, unsh
 class WeightSharingRule(Rule):
     """A layer with a matrix ``weight``, applied at R positions, and a ``bias`` added at each.
 
-    The weight's block is B ⊗ A, one per group; the bias's block is B over all outputs. A derived
+    The weight's block is B ⊗ A, one per group. The bias's block is B over all outputs. A derived
     rule returns the inputs and gradients position by position (`inputs`, `weight_gradients`). A
-    rule with faster ways overrides `input_sums` (reduce) and `add_input_rows` (expand).
+    rule with faster methods overrides `input_sums` (reduce) and `add_input_rows` (expand).
     """
 
     parameter_names = frozenset({"weight", "bias"})
@@ -34,7 +34,7 @@ class WeightSharingRule(Rule):
     """G, the number of independent weight matrices."""
 
     def make_sums(self) -> None:
-        """A and B of the weight; of the bias B alone."""
+        """Create A and B of the weight, and B of the bias."""
         above = self.diagonal_above
         self.is_diagonal = above is not None and self.groups == 1 and len(self.layer.weight) > above
         """Whether the factor over the weight's rows is a diagonal: B, or A if it is transposed."""
@@ -49,33 +49,33 @@ class WeightSharingRule(Rule):
 
     @abstractmethod
     def inputs(self, a: Tensor) -> Tensor:
-        """The layer's input as (G, N, R, d_in)."""
+        """Return the layer's input as (G, N, R, d_in)."""
 
     def input_sums(self, a: Tensor) -> tuple[Tensor, int]:
-        """The sums of inputs over positions, (G, N, d_in), and R."""
+        """Return the sums of inputs over positions, (G, N, d_in), and R."""
         rows = self.inputs(a)
         return rows.sum(2, dtype=torch.promote_types(a.dtype, torch.float32)), rows.shape[2]
 
     def weight_gradients(self, b: Tensor) -> Float[Tensor, "G M R d_out"]:
-        """Output gradients (M, ...) at the weight's positions."""
+        """Return output gradients (M, ...) at the weight's positions."""
         return self.bias_gradients(b).unflatten(-1, (self.groups, -1)).movedim(-2, 0)
 
     def bias_gradients(self, b: Tensor) -> Float[Tensor, "M R d_out"]:
-        """Output gradients (M, ...) at all positions of the output, features last."""
+        """Return output gradients (M, ...) at all positions of the output, features last."""
         rows = b.movedim(self.features, -1)  # no copy if the features lie last
         return rows.flatten(1, -2) if rows.dim() > 2 else rows[:, None]
 
     def weight_gradient_sums(self, b: Tensor) -> Float[Tensor, "G M d_out"]:
-        """The sums of `weight_gradients` over positions."""
+        """Return the sums of `weight_gradients` over positions."""
         return self.bias_gradient_sums(b).unflatten(-1, (self.groups, -1)).movedim(1, 0)
 
     def bias_gradient_sums(self, b: Tensor) -> Float[Tensor, "M d_out"]:
-        """The sums of `bias_gradients` over positions."""
+        """Return the sums of `bias_gradients` over positions."""
         positions = [axis for axis in range(1, b.dim()) if axis != self.features % b.dim()]
         return sum_over(b, positions)
 
     def gram(self, of_rows: bool) -> Gram:
-        """An empty factor over the weight's rows or columns; over many rows only a diagonal."""
+        """Return an empty factor over the weight's rows or columns; a diagonal for many rows."""
         weight, G = self.layer.weight, self.groups
         if of_rows and self.is_diagonal:
             return DiagonalGram(weight, len(weight))
@@ -86,7 +86,7 @@ class WeightSharingRule(Rule):
         return DiagonalGram(bias, len(bias)) if is_diagonal else DenseGram(bias, 1, len(bias))
 
     def add_input_rows(self, a: Tensor) -> int:
-        """Add the inputs of all positions to A; returns R."""
+        """Add the inputs of all positions to A; return R."""
         rows = self.inputs(a)
         self.A["weight"].gram.add(rows.flatten(1, 2))
         return rows.shape[2]
@@ -96,7 +96,7 @@ class WeightSharingRule(Rule):
         self.B["weight"].gram.add(self.weight_gradients(b).flatten(1, 2))
 
     def separate(self) -> None:
-        """Give the bias a B of its own, which begins with what both have in common so far."""
+        """Give the bias its own B, which starts with the sums that both share so far."""
         if "bias" in self.B and self.B["bias"] is self.B.get("weight"):
             self.B["bias"] = deepcopy(self.B["weight"])
 
@@ -159,14 +159,14 @@ class WeightSharingRule(Rule):
         super().share(name, other, others_name)
 
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R d_out"]:
-        """The gradients with features last; summed over positions if the weight is frozen."""
+        """Return the gradients with features last; a frozen weight's are summed over positions."""
         rows = self.bias_gradients(b)
         return rows if "weight" in self.names else rows.sum(1, keepdim=True)
 
     def example_gradients(
         self, a: Tensor, b: Float[Tensor, "N R C d_out"]
     ) -> dict[str, ExampleGradients]:
-        """Σ_r b ⊗ a for the weight, Σ_r b for the bias."""
+        """Return Σ_r b ⊗ a for the weight, Σ_r b for the bias."""
         gradients = {}
         if "weight" in self.names:
             by_group = b.unflatten(-1, (self.groups, -1)).movedim(-2, 0)

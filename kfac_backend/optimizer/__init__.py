@@ -1,7 +1,7 @@
 """K-FAC as an optimiser: natural gradients from the factors of the training's own passes.
 
-`damped_inverse` has the formulas, `training_pass` the factors of a step, `preconditioner` when
-which of both happens, and `kfac` an optimiser made of it.
+`damped_inverse` has the formulas, `training_pass` computes the factors of a step, `preconditioner`
+schedules both, and `kfac` is the optimiser.
 """
 
 from kfac_backend.optimizer.kfac import KFAC

@@ -1,10 +1,10 @@
-"""`KFAC`: the preconditioner and the optimiser that takes the step, as one optimiser.
+"""`KFAC`: the preconditioner and the optimiser that makes the step, as one optimiser.
 
-With base="sgd" the momentum comes first: m ← μm + g, v = g + μm (Nesterov), θ ← θ − η ν F⁻¹v, where
-F⁻¹ is today's damped inverse and ν the KL clip. Momentum of preconditioned gradients would add up
-directions that yesterday's factors chose, and its length would escape the clip: a sum of k equal
-gradients is k times as long as each of them. Muon, too, has its momentum before it
-orthogonalises (Jordan et al. 2024).
+With base="sgd" the momentum is applied before the preconditioner: m ← μm + g, v = g + μm
+(Nesterov), θ ← θ − η ν F⁻¹v, where F⁻¹ is the present damped inverse and ν the KL clip. Momentum of
+preconditioned gradients would add directions from outdated factors, and the clip would not limit
+its length: a sum of k equal gradients is k times as long as each of them. Muon also applies
+momentum before it orthogonalises (Jordan et al. 2024).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,9 +44,9 @@ class KFAC(Optimizer):
     """K-FAC: natural gradients of the momentum, or NAdamW of natural gradients.
 
     Learning rate schedulers, groups, ``state_dict``, a `GradScaler` and Lightning Fabric work as
-    with any optimiser of torch. It cannot be copied or pickled: make a new one for the copy of a
-    model, and load the state. See `KfacPreconditioner` for what it asks of model and loss, and for
-    other optimisers.
+    with any torch optimiser. KFAC cannot be copied or pickled: create a new one for the copy of a
+    model, and load the state. See `KfacPreconditioner` for the requirements on model and loss, and
+    for other optimisers.
 
     ```python
     optimizer = KFAC(model, "classification", lr=0.1, damping=0.03, kfac_approx="reduce")
@@ -58,37 +58,37 @@ class KFAC(Optimizer):
 
     Args:
         model: the model.
-        likelihood: of the loss, as for `KfacPreconditioner`.
+        likelihood: likelihood of the loss, as for `KfacPreconditioner`.
         lr: the highest learning rate η. The default was chosen with the other defaults
             (`experiments/optimizers/optimizer_comparison.py`). While ``kl_clip`` is active, a
-            higher one changes nothing; with ``kl_clip=None`` it must be tuned. Let a schedule end
-            near 0.
-        base: "sgd", whose momentum is preconditioned and whose weight decay w is added after it,
+            higher rate has no effect; with ``kl_clip=None`` it must be tuned. Use a schedule that
+            ends near 0.
+        base: "sgd", whose momentum is preconditioned and whose weight decay w is added afterwards,
             θ ← θ − η(ν F⁻¹v + wθ); or "nadamw", torch's NAdam of the preconditioned gradients, with
             decoupled weight decay.
-        momentum: of "sgd".
-        nesterov: whether that is Nesterov's.
-        betas: of "nadamw".
-        eps: of "nadamw".
-        weight_decay: see ``base``. It leaves padding of embeddings as it is.
+        momentum: momentum of "sgd".
+        nesterov: whether to use Nesterov momentum.
+        betas: betas of "nadamw".
+        eps: eps of "nadamw".
+        weight_decay: see ``base``. It does not change padding of embeddings.
         params: the model's parameters, or groups of them with options of the base optimiser
-            (``lr``, ``weight_decay``), if not all trainable ones. Others are not touched; train
-            them with another optimiser if you like. Take groups, not a second K-FAC of the same
-            model. As with any optimiser of torch, parameters that are unfrozen later are trained
-            once `add_param_group` has them; those that are frozen later stay as they are.
-        options: how factors become a preconditioner; see `PreconditionerOptions`.
-        curvature: how factors are made; see `CurvatureOptions`.
+            (``lr``, ``weight_decay``), if not all trainable ones. Other parameters are not changed;
+            another optimiser may train them. Use groups instead of a second K-FAC of the same
+            model. As with any torch optimiser, parameters that are unfrozen later are trained once
+            `add_param_group` has added them, and parameters that are frozen later do not change.
+        options: options of the preconditioner; see `PreconditionerOptions`.
+        curvature: options of the factors; see `CurvatureOptions`.
         exclude: names of parameters, or patterns of them, that are trained without preconditioning.
-        mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
+        mean_over: "terms", as in torch's losses, or "examples", whose several terms are summed.
         seed: the seed of the labels that fisher="mc" draws.
         process_group: the ranks that each have a part of a step's data; see `KfacPreconditioner`.
-        keywords: single options of `PreconditionerOptions` and `CurvatureOptions`, in place of
-            those of ``options`` and ``curvature``: ``damping=0.1, kfac_approx="reduce"``.
+        keywords: single options that override fields of ``options`` and ``curvature``:
+            ``damping=0.1, kfac_approx="reduce"``.
 
     Raises:
-        TypeError: a keyword that is not an option; it lists all.
-        ValueError: an option that is not supported, a parameter of another model, a group with an
-            option of K-FAC.
+        TypeError: a keyword is not an option; the error lists all options.
+        ValueError: an option is not supported, a parameter belongs to another model, or a group has
+            an option of K-FAC.
     """
 
     def __init__(
@@ -148,10 +148,10 @@ class KFAC(Optimizer):
         self._first_rates = [float(group["lr"]) for group in self.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step; returns the closure's loss, if there is a closure.
+        """Make one step; return the closure's loss, if there is a closure.
 
         Raises:
-            FloatingPointError: factors or gradients that are not finite.
+            FloatingPointError: factors or gradients are not finite.
         """
         loss: Tensor | float | None = None
         if closure is not None:
@@ -220,10 +220,10 @@ class KFAC(Optimizer):
         return max(rates + self._first_rates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters of the model; the next step makes new factors.
+        """Train further parameters of the model; the next step computes new factors.
 
         Raises:
-            ValueError: a tensor that is no parameter of the model, an option of K-FAC.
+            ValueError: a tensor is not a parameter of the model, or an option belongs to K-FAC.
         """
         _check_group(param_group)
         if "base" not in vars(self) or self.param_groups is not self.base.param_groups:
@@ -254,7 +254,7 @@ class KFAC(Optimizer):
         return False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies, as `KfacPreconditioner` does.
+        """Raise an error for copies, like `KfacPreconditioner`.
 
         Raises:
             TypeError: always.
@@ -262,7 +262,7 @@ class KFAC(Optimizer):
         raise no_copies(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimiser's state, and the preconditioner's under a key of its own.
+        """Return the base optimiser's state, with the preconditioner's state under its own key.
 
         With several ranks all must call it.
         """
@@ -273,12 +273,12 @@ class KFAC(Optimizer):
         return {**base, "preconditioner": preconditioner, "part": part}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; with several ranks all must call it.
+        """Load a result of `state_dict`; with several ranks all must call it.
 
         Raises:
-            ValueError: a state of another optimiser, model or other options, or one that lacks
-                entries or has numbers of another precision; nothing is changed then.
-            RankError: ranks with different states; nothing is changed then, either.
+            ValueError: the state belongs to another optimiser, model or other options, lacks
+                entries, or has another precision; nothing is changed then.
+            RankError: ranks have different states; nothing is changed then.
         """
         base = dict(state_dict)
         base.pop("part", None)

@@ -50,7 +50,7 @@ STATE = (
     "made_with", "step", "covered", "weights", "damping", "generator", "constants", "blocks",
     "inverses",
 )  # fmt: skip
-"""The keys of `KfacPreconditioner.state_dict`."""
+"""Keys of `KfacPreconditioner.state_dict`."""
 
 
 BATCHES = "they see the model's own calls, not the loader's batches"
@@ -61,35 +61,35 @@ UNUSED = {
     "shift_labels": "they see which outputs count by the loss's gradient",
     "unsupported": "parameters without a rule train with their plain gradients",
 }
-"""Options of a pass that a step of training does not use, and why."""
+"""Options of a pass that have no effect in a training step, with the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreconditionerOptions(Options):
-    """How factors become a preconditioner; `CurvatureOptions` says how factors are made.
+    """Options of the preconditioner; `CurvatureOptions` has the options of the factors.
 
     The defaults were chosen on two small problems and compared with other optimisers on five
     (`experiments/optimizers/optimizer_comparison.py`).
 
     Args:
-        damping: λ > 0, added to the curvature of the mean loss. Tune it first; 0.03 or 0.1 for
-            factors that are noisy.
+        damping: λ > 0, added to the curvature of the mean loss. Tune it first; use 0.03 or 0.1 for
+            noisy factors.
         damping_on: "factors" adds √λ/π to B and π√λ to A, with π² = (tr A/d_in)/(tr B/d_out), and
             inverts both (by Cholesky, about twenty times cheaper than eigenvectors; Martens &
-            Grosse 2015, section 6.3). "product" adds λ to B ⊗ A itself, exactly as a prior of
-            precision N·λ would.
+            Grosse 2015, section 6.3). "product" adds λ to B ⊗ A itself, exactly like a prior of
+            precision N·λ.
         factor_every: number of steps between new factors.
         update_every: number of steps between new preconditioners, from the latest factors.
         ema_decay: ρ of the factors' moving average F ← ρF + (1 − ρ)F_batch, corrected for its
-            start; 0 takes only the latest factors, as the paper's experiments do.
-        kl_clip: κ in nats, which limits how far a step at the highest learning rate η moves the
-            predictions: all preconditioned gradients p̂ of g are scaled by
-            min(1, √(κ / (η² Σ⟨p̂, g⟩))) (Ba et al. 2017). `KFAC` preconditions gradients with their
-            momentum, so that κ is for the whole step. None sets no limit, as in the paper.
-            Regression is taken to have noise 1, so that κ is in squared units of the targets.
+            start; 0 uses only the latest factors, as in the paper's experiments.
+        kl_clip: κ in nats. It limits the change of the predictions by a step at the highest
+            learning rate η. All preconditioned gradients p̂ of g are scaled by min(1, √(κ / (η²
+            Σ⟨p̂, g⟩))) (Ba et al. 2017). `KFAC` preconditions gradients with their momentum, so κ
+            applies to the whole step. None sets no limit, as in the paper. For regression the noise
+            is taken as 1, so κ is in squared units of the targets.
 
     Raises:
-        ValueError: an option that is not supported.
+        ValueError: an option is not supported.
     """
 
     damping: float = 0.01
@@ -125,64 +125,65 @@ class KfacPreconditioner:
         optimizer.zero_grad()
     ```
 
-    The loss is taken to be a mean of −log p(y|f) (``mean_over``), plus any further terms. Another
-    constant factor of the loss changes only the meaning of λ, but with fisher="empirical" the
-    factors, too, which then have its square. With gradient accumulation call
-    `step` after the last backward pass: the curvature is that of all batches since the last step.
+    The loss must be a mean of −log p(y|f) (``mean_over``), plus any further terms. Another constant
+    factor of the loss changes only the meaning of λ. With fisher="empirical" it also changes the
+    factors, by its square. With gradient accumulation call `step` after the last backward pass: the
+    curvature uses all batches since the last step.
 
-    In a step with new factors (``factor_every``) the training's own forward pass shows the layers'
-    inputs. Before the training's backward pass the vectors of the curvature go back through the
-    same graph: a single one for fisher="mc" with one sample, the default here. The first batch is
-    proved on as in `kronecker_factors`. fisher="empirical" takes the training's own gradients and
-    costs no backward pass; it does not approximate the Hessian, and it mixes an example's loss
-    terms.
+    In a step with new factors (``factor_every``) the training's own forward pass provides the
+    layers' inputs. Before the training's backward pass the vectors of the curvature are propagated
+    through the same graph: a single vector for fisher="mc" with one sample, the default here. The
+    first batch is used for the proof, as in `kronecker_factors`. fisher="empirical" uses the
+    training's own gradients and costs no backward pass. It does not approximate the Hessian, and it
+    mixes an example's loss terms.
 
-    Checkpoints (`torch.utils.checkpoint`, not reentrant, in train mode only) change no number, and
-    neither does `torch.compile` of the model that is given here, or of its parts: steps with new
-    factors run as Python.
+    Checkpoints (`torch.utils.checkpoint`, not reentrant, in train mode only) do not change the
+    results. `torch.compile` of the given model, or of its parts, does not change them either; steps
+    with new factors run as Python.
 
-    With a `torch.amp.GradScaler` take `KFAC`, whose steps the scaler makes with unscaled gradients,
-    or leaves out; and fisher="mc", since factors of "empirical" would be those of the scaled loss:
-    `KFAC` refuses that, and here it cannot be known.
+    With a `torch.amp.GradScaler` use `KFAC`, whose steps have unscaled gradients or are skipped,
+    and fisher="mc". Factors of "empirical" would use the scaled loss: `KFAC` raises an error, but
+    this class cannot detect it.
 
     Source: Eschenhagen et al. 2023 (arXiv:2311.00636), section 4 and the appendix on optimisation;
     Martens & Grosse 2015 (arXiv:1503.05671).
 
     Args:
-        model: the model; see `kronecker_factors`, except that BatchNorm may be in train mode
-            unless fisher="exact"; gradients then go back through its batch statistics.
-            Parameters without a rule keep their plain gradients, and one warning names them.
-        likelihood: "classification", "regression" or "bernoulli", as of `kronecker_factors`.
-        options: how factors become a preconditioner; damping first.
-        curvature: how factors are made; fisher="mc" by default. What it says of ``unsupported``
-            layers and of a loader's batches (``dict_key_x``, ``dict_key_y``, ``batch``,
-            ``shift_labels``) is for other passes, and an error as a keyword. If examples have
+        model: the model; see `kronecker_factors`, except that BatchNorm may be in train mode unless
+            fisher="exact"; gradients then propagate through its batch statistics. Parameters
+            without a rule keep their plain gradients, and one warning names them.
+        likelihood: "classification", "regression" or "bernoulli", as for `kronecker_factors`.
+        options: options of the preconditioner; tune damping first.
+        curvature: options of the factors; fisher="mc" by default. Its options for ``unsupported``
+            layers and for a loader's batches (``dict_key_x``, ``dict_key_y``, ``batch``,
+            ``shift_labels``) have no effect, and raise an error as keywords. If examples have
             several loss terms or the options name a label that does not count, terms with gradient
-            zero are taken for such.
-        params: the parameters whose optimiser this is for, if not all of the model. The gradients
-            of all others are left as they are, and do not count in ``kl_clip``.
+            zero do not count.
+        params: the parameters of this optimiser, if not all of the model. The gradients of all
+            others are unchanged, and do not count in ``kl_clip``.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
-        mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
+        mean_over: "terms", as in torch's losses, or "examples", whose several terms are summed.
         seed: the seed of the labels that fisher="mc" draws. It must be the same on all ranks, each
             of which draws its own labels from it.
         process_group: the ranks of `torch.distributed` that each have a part of a step's data and
             average their gradients, as `DistributedDataParallel` does. All must call `step` and
-            `state_dict`, and get the same result; each keeps and inverts some of the blocks. Except
-            for the labels that are drawn, the result equals that of one process with all the data;
-            for fisher="empirical" the average of the ranks' losses must then be the mean over all
+            `state_dict`, and get the same result; each stores and inverts some of the blocks.
+            Except for drawn labels, the result equals the result of one process with all the data.
+            For fisher="empirical" the average of the ranks' losses must then be the mean over all
             terms. Pass the model itself, not its wrapper.
-        keywords: single options of `PreconditionerOptions` and `CurvatureOptions`, in place of
-            those of ``options`` and ``curvature``: ``damping=0.1, kfac_approx="reduce"``.
+        keywords: single options that override fields of ``options`` and ``curvature``:
+            ``damping=0.1, kfac_approx="reduce"``.
 
-    A parameter may be frozen or unfrozen between two steps, on all ranks alike: while it is frozen
-    it has no block and does not count, and after it is unfrozen the next step makes new factors.
+    A parameter may be frozen or unfrozen between two steps, on all ranks alike. A frozen parameter
+    has no block and does not count. After a parameter is unfrozen the next step computes new
+    factors.
 
     Raises:
-        TypeError: a keyword that is not an option; it lists all.
-        ValueError: an option that is not supported, a pattern that fits no parameter, a tensor in
-            ``params`` that is no parameter of the model.
-        NotImplementedError: a layer with an option that its rule does not know; in the first
-            forward pass, layers that hooks cannot follow.
+        TypeError: a keyword is not an option; the error lists all options.
+        ValueError: an option is not supported, a pattern matches no parameter, or a tensor in
+            ``params`` is not a parameter of the model.
+        NotImplementedError: a layer has an option that its rule does not support; or, in the first
+            forward pass, hooks cannot capture a layer.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class KfacPreconditioner:
 
     @property
     def damping(self) -> float | Mapping[str, float]:
-        """λ, one for all or one for each of `names`; a new value holds from the next update on.
+        """λ, one for all or one for each of `names`; a new value applies from the next update on.
 
         With ``damping_on="product"`` a prior of precision δ adds λ = T δ/N to the curvature of the
         mean loss. If the loss includes the prior, a step is then a natural gradient step on the
@@ -269,30 +270,31 @@ class KfacPreconditioner:
 
     @property
     def takes_loss_gradients(self) -> bool:
-        """Whether factors are made of the training's own gradients, as of fisher="empirical"."""
+        """Whether factors use the training's own gradients, as with fisher="empirical"."""
         return self._pass.driver.fisher.is_loss_gradient
 
     @property
     def blocks(self) -> Mapping[str, KroneckerBlock]:
         """Parameter name -> block of the mean loss, in its moving average; empty at first.
 
-        With several ranks each block has values on one of them, its owner, and a shape elsewhere.
+        With several ranks one of them, the owner, has the values of a block, and the others its
+        shape.
         """
         return self._blocks
 
     def step(self, lr: float | None = None, *, checked: bool = False) -> None:
-        """Replace the gradients; once per step of the optimiser, before it.
+        """Replace the gradients; call it once per step of the optimiser, before it.
 
         Args:
-            lr: the learning rate that ``kl_clip`` is for: the highest of the schedule, the same in
-                all steps. With the present one, steps would have the same length at every rate
-                while they are clipped, and a schedule no effect.
+            lr: the learning rate for ``kl_clip``: the highest of the schedule, the same in all
+                steps. With the present rate, clipped steps would have the same length at every
+                rate, and a schedule would have no effect.
             checked: whether `check_gradients` was called before, which waits for a GPU.
 
         Raises:
-            RuntimeError: new factors are due, and no backward pass was seen.
-            FloatingPointError: factors or gradients that are not finite, with the parameter's name.
-            ValueError: no learning rate, though it is needed.
+            RuntimeError: new factors are due, but there was no backward pass.
+            FloatingPointError: factors or gradients are not finite; the error names the parameter.
+            ValueError: the learning rate is needed but missing.
         """
         options = self.options
         if options.kl_clip is not None and lr is None:
@@ -320,9 +322,9 @@ class KfacPreconditioner:
 
     @contextmanager
     def constants_kept(self) -> Iterator[None]:
-        """A context after which constants, such as an embedding's padding, are what they were.
+        """Context manager that restores constants, such as an embedding's padding, on exit.
 
-        They have no gradient, but an optimiser's weight decay would move them.
+        They have no gradient, but an optimiser's weight decay would change them.
         """
         rows = []
         for name, (first, _) in self._constants.items():
@@ -337,7 +339,7 @@ class KfacPreconditioner:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose forward passes do not belong to the training."""
+        """Context manager for forward passes that do not belong to the training."""
         with self._pass.paused():
             yield
 
@@ -345,7 +347,7 @@ class KfacPreconditioner:
         """Precondition further parameters of the model, from the next step on.
 
         Raises:
-            ValueError: a tensor that is no parameter of the model.
+            ValueError: a tensor is not a parameter of the model.
         """
         self._parameters |= self._named(params)
         self._pass.trained.parameters = self._not_excluded()
@@ -368,11 +370,11 @@ class KfacPreconditioner:
         return {name: p for name, p in self._parameters.items() if name not in left_out}
 
     def detach(self) -> None:
-        """Take all hooks off the model; `step` cannot be used from then on."""
+        """Remove all hooks from the model; `step` cannot be used afterwards."""
         self._pass.detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies: the hooks of a copy would be at no model.
+        """Raise an error for copies, whose hooks would belong to no model.
 
         Raises:
             TypeError: always.
@@ -386,10 +388,11 @@ class KfacPreconditioner:
             self._pass.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on to the bit: tensors, numbers and strings only.
+        """Return the state for an exact resume: only tensors, numbers and strings.
 
-        Call it between steps, not between the backward passes of one. It is the same on all ranks,
-        and for any number of ranks: collective, as it brings all blocks and inverses to each.
+        Call it between steps, not between the backward passes of one. It is collective, brings all
+        blocks and inverses to each rank, and returns the same state on all ranks, for any number of
+        ranks.
         """
         device = self._generator.device
         blocks = gathered_blocks(self._blocks, self.ranks, device)
@@ -418,15 +421,15 @@ class KfacPreconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the same model and options; collective.
+        """Load a result of `state_dict`, with the same model and options; collective.
 
-        The next steps are those of the uninterrupted run to the bit. The damping is the state's.
+        The next steps exactly equal those of the uninterrupted run. The damping is the state's.
 
         Raises:
-            ValueError: a state of another model or other options, or one that lacks entries or
-                blocks, has numbers of another precision, or factors that hold NaN or are not
-                positive semi-definite; nothing is changed then.
-            RankError: ranks with different states; nothing is changed then, either.
+            ValueError: the state belongs to another model or other options, lacks entries or
+                blocks, has another precision, or has factors that contain NaN or are not positive
+                semi-definite; nothing is changed then.
+            RankError: ranks have different states; nothing is changed then.
         """
         self.ranks.agree_on_state(lambda: self._check_state(state))
         self._generator.set_state(state["generator"].cpu())
