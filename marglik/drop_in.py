@@ -1,4 +1,4 @@
-"""`marglik_training`: laplace-torch's function of that name, with our loop and our curvature."""
+"""`marglik_training`: laplace-torch's function with marglik's loop and curvature."""
 
 import warnings
 from collections.abc import Iterable
@@ -58,10 +58,10 @@ def marglik_training(
 ) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
 
-    What differs: N is the number of examples that were seen, also with ``drop_last`` or a sampler;
-    loss, evidence and posterior share one temperature T (laplace-torch divides the prior by T in
-    the loss, and multiplies the initial precision by it); ``losses`` are epoch means of
-    `OnlineTraining`'s objective. Its defaults are those of `PriorLearner`; laplace-torch's are
+    There are four differences. N is the number of examples that were read, also with ``drop_last``
+    or a sampler. Loss, evidence and posterior share one temperature T. (laplace-torch divides the
+    prior by T in the loss, and multiplies the initial precision by it.) ``losses`` are epoch means
+    of `OnlineTraining`'s objective. The defaults are those of `PriorLearner`; laplace-torch's are
     marglik_frequency=1, keep="best", prior_prec_init=1.0 and sigma_noise_init=1.0.
 
     Args:
@@ -74,7 +74,7 @@ def marglik_training(
         optimizer_cls: class of the network's optimiser.
         optimizer_kwargs: its keywords; a weight decay is set to 0 with a warning.
         scheduler_cls: class of a learning-rate schedule, stepped after every batch; None keeps the
-            rate, whose noise the average takes out.
+            rate constant, and the average removes its noise.
         scheduler_kwargs: its keywords.
         n_epochs: number of epochs.
         lr_hyp: Adam's step size on the log hyperparameters.
@@ -82,12 +82,13 @@ def marglik_training(
         n_epochs_burnin: no update before the end of this epoch.
         n_hypersteps: hyperparameter steps per update.
         marglik_frequency: epochs between updates; None spreads twenty over the epochs.
-        prior_prec_init: initial prior precision; includes N. None takes that of weight decay 5e-4.
+        prior_prec_init: initial prior precision; includes N. None corresponds to a weight decay of
+            5e-4.
         sigma_noise_init: initial noise σ of regression.
         temperature: T of the likelihood.
         fix_sigma_noise: whether to keep σ at its initial value.
         progress_bar: whether to show progress.
-        enable_backprop: whether predictions of what is returned keep their graph in the input.
+        enable_backprop: whether predictions of the result keep their graph in the input.
         dict_key_x: the input's key in batches that are mappings, or several keys; None: the mapping
             goes to the model as a whole, as in laplace-torch.
         dict_key_y: the targets' key in batches that are mappings.
@@ -95,9 +96,9 @@ def marglik_training(
             `OnlineTraining`. None takes the model's device.
         keep: "last", or "best" for the parameters of the update with the highest evidence, as
             laplace-torch; see `Schedule`.
-        average: which parameters are averaged, see `Schedule`.
-        held_out: batches that the network is not trained on, see `OnlineTraining`.
-        curvature_from: "pass" sees all data in each update, as laplace-torch does; see
+        average: parameters that are averaged, see `Schedule`.
+        held_out: held-out batches, see `OnlineTraining`.
+        curvature_from: "pass" uses all data in each update, as laplace-torch does; see
             `LearnerOptions`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
             ``fisher`` and ``mc_samples``, which the backend sets.

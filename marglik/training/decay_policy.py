@@ -1,7 +1,7 @@
-"""Everything in which training with learned decays departs from plain evidence: one rule each.
+"""The rules by which training with learned weight decays departs from the plain evidence.
 
-With `DecayPolicy.off()`, no average and ``curvature_from="pass"`` the learner is algorithm 1 of
-Immer et al. 2021 (arXiv:2104.04975), to the bit.
+With `DecayPolicy.off()`, no average and ``curvature_from="pass"`` the learner is exactly algorithm
+1 of Immer et al. 2021 (arXiv:2104.04975).
 """
 
 import logging
@@ -32,50 +32,51 @@ LateFit = Literal["warn", "hold"]
 WEIGHT_DECAY = 5e-4
 """The initial weight decay of all groups."""
 OBSERVED_STEPS = 10
-"""The number of first steps in which `DecayPolicy.look_at_first_steps` does that."""
+"""Number of first steps that `DecayPolicy.look_at_first_steps` observes."""
 LARGEST_COSINE = 1e-3
-"""Between a scale-invariant weight and its gradient. Measured: below 3e-5 for weights before
-BatchNorm, above 3e-3 for others."""
+"""Largest cosine between a scale-invariant weight and its gradient. Measured: below 3e-5 for
+weights before BatchNorm, above 3e-3 for others."""
 LARGEST_DECLINE = 0.5
-"""By how much a raised start may shrink log ‖w‖ before the first update."""
+"""Largest decrease of log ‖w‖ by a raised start before the first update."""
 MEDIAN_OF_NORMAL = 0.6745
 """Median of the absolute value of a standard normal variable."""
 FEW_UPDATES = 10
-"""Fewer do not show that the evidence falls."""
+"""Number of updates below which a falling evidence has no meaning."""
 NATS_OF_NOISE = 0.5
-"""By which a parameter that the data determines lowers the training loss if it fits noise alone. At
-0.35 the rule also took convolutions that fit 80 % wrong labels for a late fit, and one of two seeds
-lost 0.09 nats."""
+"""Decrease of the training loss by one effective parameter that fits only noise. With 0.35 the rule
+also took convolutions that fit 80 % wrong labels for a late fit, and one of two seeds lost 0.09
+nats."""
 NEW_NORM = 0.02
-"""Weight of a step's norm in the running mean of `clip_gradients`: about fifty steps count."""
+"""Weight of a step's norm in the running mean of `clip_gradients`, which then covers about fifty
+steps."""
 
 
 @dataclass
 class Measures:
-    """What the rules have measured so far; a part of the learner's state."""
+    """Measurements of the rules; a part of the learner's state."""
 
     invariant: list[str]
-    """Names of the weights whose length does not matter, as far as is known: at first all."""
+    """Names of the weights whose length has no effect, as far as is known; at first all."""
     gradient_norms: list[Tensor | float | None]
     """The running mean of each optimiser's gradient norm."""
     first_loss: float = 0.0
-    """The loss per example before the first step, of the first batch."""
+    """The loss per example of the first batch, before the first step."""
     rate: float = 0.0
     """The learning rate at the last update; 0 before the first."""
     raised: list[str] = field(default_factory=list)
-    """Names of the groups whose decays start higher."""
+    """Names of the groups whose weight decays start higher."""
     fits_late: bool = False
     """Whether the network does not fit yet, see ``late_fit``, as of the last update."""
     limited: list[str] = field(default_factory=list)
-    """Names of the parameters whose weight decay SGD cannot take."""
+    """Names of the parameters whose weight decay is too high for SGD."""
     last_changes: list[float] = field(default_factory=list)
     """Δ log δ of each group in the last update; empty before the first."""
     rest: int = 0
-    """Number of updates that are left out after the last one, which moved the decays little."""
+    """Number of updates to skip after the last one, which hardly changed the weight decays."""
     left_out: int = 0
-    """How many of these have been left out already, ..."""
+    """Number of these updates that have been skipped, ..."""
     all_left_out: int = 0
-    """... and how many in the whole training."""
+    """... and number of skipped updates in the whole training."""
     frozen_norms: list[str] = field(default_factory=list)
     """Names of the BatchNorms that the latest averaged step ran in eval mode."""
     has_estimates: bool = False
@@ -93,51 +94,53 @@ class DecayPolicy:
     """The rules; None (null), or False, turns one off.
 
     Args:
-        invariant_limit: largest weight decay, in training, of weights whose length a normalisation
-            removes. It measures in the first ten steps whether the gradient is orthogonal to the
-            weight, alone or with its bias. A decay λ then acts on the direction alone, which turns
-            by up to sqrt(2 η λ) in a step, and the evidence, which knows of no such rate, raises δ
-            as ‖w‖ falls. Without the limit three of ten networks broke down after some updates, on
-            clean labels; a limit of 1e-3 instead costs 0.2 nats after LayerNorm with wrong labels
-            (`experiments.weight_decay.default_options`).
-        raised_start: weight decay that a classifier's weights start from, where SGD trains them and
-            they have the default 5e-4: decays come down to their values instead of rising to them.
-            It measures which weights are invariant (those stay), and how soon the first update
-            comes: before it log ‖w‖ shrinks by 0.5 at most. A label that is fitted has no
-            curvature, right or wrong, and then the evidence cannot tell. Without it the NLL is
-            0.035 higher (convolutions, wrong labels) to 0.007 lower, 0.005 higher on average; a
-            transformer trained by Adam would lose 0.02 by it
-            (`experiments.weight_decay.default_options`).
+        invariant_limit: largest weight decay during the training of weights whose length a
+            normalisation removes. The rule measures in the first ten steps whether the gradient is
+            orthogonal to the weight, alone or with its bias. A weight decay λ then only changes the
+            direction, which turns by up to sqrt(2 η λ) in a step. The evidence does not include
+            this rate, and raises δ as ‖w‖ falls. Without the limit three of ten networks broke down
+            after some updates, on clean labels. A limit of 1e-3 instead costs 0.2 nats after
+            LayerNorm with wrong labels (`experiments.weight_decay.default_options`).
+        raised_start: initial weight decay of a classifier's weights if SGD trains them and they
+            have the default 5e-4. Weight decays then decrease to their values instead of increasing
+            to them. The rule measures the invariant weights, which keep their start, and the time
+            of the first update, before which log ‖w‖ decreases by at most 0.5. A fitted label has
+            no curvature, whether it is right or wrong, and the evidence can then not distinguish
+            both. Without the rule the NLL is between 0.035 higher (convolutions, wrong labels) and
+            0.007 lower, 0.005 higher on average. A transformer trained by Adam would lose 0.02 by
+            it (`experiments.weight_decay.default_options`).
         stability_limit: whether SGD's weight decays are limited to 1 / learning rate, at which a
-            plain step takes the parameter to zero. The δ of a group that the data does not need
+            plain step sets the parameter to zero. The δ of a group that the data does not need
             grows without bound. Without the limit SGD diverges: its step on the penalty overshoots
-            once rate times decay exceeds 2 (1.36 with Nesterov's momentum of 0.9). A warning names
-            the parameters.
-        clip: largest norm of a step's gradient, the prior's included, in running means of that
-            norm. A high and constant rate is at the edge of what is stable, and a decay moves a
-            network over it now and then: without the limit, a few large steps, from which it may
-            never come back.
+            once rate times weight decay exceeds 2 (1.36 with Nesterov's momentum of 0.9). A warning
+            names the parameters.
+        clip: largest norm of a step's gradient, including the prior's, relative to the running mean
+            of this norm. A high, constant rate is close to instability, and a change of a weight
+            decay sometimes makes a network unstable. Without the limit this causes a few large
+            steps, from which the network may never recover.
         settles_noise: whether the last update sets a learned σ to its fixed point.
-        rest: an update that moves the decays less than this, alone or in the mean with the one
-            before it (|Δ log δ|, averaged with the numbers γ of parameters that the data determines
-            as weights), is followed by a rest: one update that is due is left out, after the next
-            such update two, then four, and so on, until decays move again. What one sample's noise
-            moves, the next one moves back. Only where ``updates`` spreads them and they learn
-            nothing else.
-        fallen_evidence: how far (nats per example) the evidence may end below its best, after ten
-            updates or more; of samples, beyond the error of the best estimate. Below, the end of
-            the training warns that the network has come to fit what its decays kept it from. On
-            nine problems where learning is as good as a grid or better it ends at its best; 0.08
-            below it on 4,000 images with wrong labels, where a grid is better with 40 %.
-        late_fit: what to do while the network does not fit yet. It measures, from the second update
-            on, that half of the fall of the training loss so far came in the second half of the
-            epochs so far, and that this fall (nats, a sum over the data) is more than γ/2, by which
-            γ parameters fit noise, as of wrong labels. "warn" says so at the first update in the
-            second half of the epochs; "hold" also lets no decay rise meanwhile, and takes a raised
-            start back. Decays that are large because the data determines little keep the network
-            from fitting: convolutions with GroupNorm lose 0.07 (0.05 with wrong labels) to no decay
-            in batches of 128, and 0.03 with "hold". It is not the default, since it costs 0.01
-            with BatchNorm and wrong labels, where learning wins
+        rest: size of an update below which updates are skipped. The size is |Δ log δ|, alone or in
+            the mean with the update before, averaged with the effective parameters γ as weights.
+            After such an update the next one is skipped, after the next such update two, then four,
+            and so on, until the weight decays change again. A change by one sample's noise is
+            reverted by the next sample. The rule applies only if ``updates`` determines the number
+            of updates and they learn nothing else.
+        fallen_evidence: largest difference (nats per example) between the best and the last
+            evidence, after ten updates or more; for samples, beyond the error of the best estimate.
+            With a larger difference, the end of the training warns that the network fits data that
+            its weight decays prevented at first. On nine problems where learning is at least as
+            good as a grid, the evidence ends at its best. It ends 0.08 below it on 4,000 images
+            with wrong labels, where a grid is better with 40 %.
+        late_fit: rule for a network that does not fit yet. From the second update on, the rule
+            measures whether half of the fall of the training loss came in the second half of the
+            epochs so far. It also measures whether this fall (nats, a sum over the data) is more
+            than γ/2, the fall by which γ parameters fit noise such as wrong labels. "warn" logs a
+            warning at the first such update in the second half of the epochs. "hold" also lets no
+            weight decay rise during that time, and reverts a raised start. If the data determines
+            little, weight decays become large and can keep the network from fitting. Convolutions
+            with GroupNorm lose 0.07 (0.05 with wrong labels) compared with no weight decay in
+            batches of 128, and 0.03 with "hold". It is not the default, because it costs 0.01 with
+            BatchNorm and wrong labels, where learning is better
             (`experiments.weight_decay.late_fit`).
         raise_limit: largest c of a factor e^c on the decays of all weights, with held-out labels of
             a classifier; None for no such factor. At each update but the last the rule measures,
@@ -186,7 +189,7 @@ class DecayPolicy:
 
     @classmethod
     def off(cls) -> Self:
-        """No rule: the decays are those of the evidence, and every step is taken as it is."""
+        """Return a policy without rules: only the evidence determines the weight decays."""
         return cls(None, None, False, None, False, None, None, None)
 
     # --- before each step ---
@@ -257,10 +260,10 @@ class DecayPolicy:
         state.set_decays(problem)
 
     def stable_decays(self, state: "LearnerState", part: "Part") -> list[float]:
-        """The decays of an optimiser's tensors that it can take at its present learning rate.
+        """Return an optimiser's weight decays, limited to stable values at its learning rate.
 
-        Optimisers other than SGD take any decay: Adam's steps do not grow with the gradient, and
-        K-FAC's damping grows with the decay.
+        Optimisers other than SGD accept any weight decay: Adam's steps do not grow with the
+        gradient, and K-FAC's damping grows with the weight decay.
         """
         decays = [state.decays[i] for i in part.tensors]
         if not self.stability_limit or not isinstance(part.optimizer, torch.optim.SGD):
@@ -286,7 +289,7 @@ class DecayPolicy:
         return list(map(min, decays, largest))
 
     def limit_gradients(self, state: "LearnerState", part: "Part", scale: Tensor | float) -> None:
-        """Limit the norm of an optimiser's gradients together, see ``clip``."""
+        """Limit the common norm of an optimiser's gradients, see ``clip``."""
         if self.clip is None:
             return
         measures = state.measures
@@ -301,7 +304,7 @@ class DecayPolicy:
     # --- around an update ---
 
     def limited_decays(self, problem: "Problem", state: "LearnerState") -> list[float]:
-        """T·δ/N of each tensor, from the first update on with the limit of invariant weights."""
+        """Return T·δ/N of each tensor, with the limit of invariant weights after an update."""
         delta = state.hyperparameters.prior_precision
         decays = precision_to_weight_decay(delta, problem.num_data, problem.options.temperature)
         values = state.hyperparameters.groups.of_tensors(decays).tolist()
@@ -350,9 +353,7 @@ class DecayPolicy:
         return torch.where(is_raised, delta.clamp(max=start), delta)
 
     def look_at_update(self, problem: "Problem", state: "LearnerState", before: Tensor) -> None:
-        """Note which decays an update has moved, and whether the next one is worth its time.
-
-        And how many examples that one needs at least.
+        """Record the change of the weight decays; plan the next update and its sample size.
 
         Warns if the network does not fit yet.
         """
@@ -391,7 +392,7 @@ class DecayPolicy:
         self.warn_of_late_fit(problem, state)
 
     def skips_update(self, state: "LearnerState") -> bool:
-        """Whether an update that is due is left out, as the decays rest; counts it."""
+        """Whether a due update is skipped because the weight decays have converged; counts it."""
         measures = state.measures
         if measures.left_out >= measures.rest:
             return False
@@ -399,7 +400,7 @@ class DecayPolicy:
         return True
 
     def warn_of_late_fit(self, problem: "Problem", state: "LearnerState") -> None:
-        """Warn, once and while it can still be stopped, if the network does not fit yet."""
+        """Warn once, while the training can still be stopped, if the network does not fit yet."""
         epochs, passed = problem.options.schedule.epochs, [epoch for epoch, _ in state.losses]
         if epochs is None or not state.measures.fits_late:
             return
@@ -416,7 +417,7 @@ class DecayPolicy:
             )
 
     def warn_at_the_end(self, problem: "Problem", state: "LearnerState") -> None:
-        """Warn of an evidence that has fallen."""
+        """Warn if the evidence has fallen."""
         # After a few updates alone the network does not fit yet, and its evidence says little.
         passed = len(state.evidences) + state.measures.all_left_out
         if self.fallen_evidence is None or passed < FEW_UPDATES:
@@ -464,19 +465,19 @@ def clip_gradients(
     clip: float | None,
     scale: Tensor | float,
 ) -> Tensor | float:
-    """Limit the norm of all gradients together to ``clip`` times its running mean.
+    """Limit the common norm of all gradients to ``clip`` times its running mean.
 
-    The running mean follows the gradients, so that no limit needs to be chosen. Source: the idea is
-    that of Seetharaman et al. 2020 (arXiv:2007.14469), who take a quantile of all norms so far.
+    The running mean follows the gradients, so no limit needs to be chosen. The idea is from
+    Seetharaman et al. 2020 (arXiv:2007.14469), who use a quantile of all earlier norms.
 
     Args:
         parameters: their gradients are changed in place.
         running: the running mean of the norms; None before the first step.
-        clip: None only follows the norm.
-        scale: factor that the gradients contain, as of a gradient scaler.
+        clip: None only updates the running mean.
+        scale: factor in the gradients, as of a gradient scaler.
 
     Returns:
-        The new running mean; on a GPU a tensor, since reading a number would wait for it.
+        The new running mean; on a GPU a tensor, because reading a number would wait for it.
     """
     with_gradient = [p for p in parameters if p.grad is not None]
     gradients = local_parts(p.grad for p in with_gradient if p.grad is not None)
@@ -508,7 +509,7 @@ def clip_gradients(
 
 
 def half_time(losses: Sequence[tuple[int, float]]) -> float:
-    """The epoch by which half of the fall of a loss had come: between the two updates around it."""
+    """Return the epoch at which half of a loss's fall had occurred, between two updates."""
     middle = (losses[0][1] + losses[-1][1]) / 2
     above = [i for i, (_, loss) in enumerate(losses[:-1]) if loss > middle]
     last = above[-1] if above else 0  # of a loss that has risen, the first
@@ -516,10 +517,10 @@ def half_time(losses: Sequence[tuple[int, float]]) -> float:
 
 
 def largest_error(estimates: Tensor) -> float:
-    """How far the largest of n estimates is expected to lie above what it estimates, σ √(2 ln n).
+    """Return the expected excess of the largest of n estimates over the true value, σ √(2 ln n).
 
-    σ is that of independent normal errors, from the median difference of neighbours: what most
-    updates change is small beside the noise of a sample.
+    σ is the standard deviation of independent normal errors, from the median difference of
+    neighbours, because most updates change little compared with the noise of a sample.
     """
     differences = estimates.diff().abs()
     sigma = differences.median().item() / (MEDIAN_OF_NORMAL * math.sqrt(2))
@@ -527,7 +528,7 @@ def largest_error(estimates: Tensor) -> float:
 
 
 def warn_of(names: Sequence[str], text: str) -> None:
-    """Warn of names, if there are any: the first four in place of {}, and how many more."""
+    """Warn of names, if there are any, with the first four of them in place of {}."""
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         warnings.warn(text.format(", ".join(names[:4]) + more), RuntimeWarning, stacklevel=4)

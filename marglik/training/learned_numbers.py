@@ -1,28 +1,28 @@
-"""The parameters of a likelihood: degrees of freedom by the evidence, label noise by held-out data.
+"""Learn the parameters of a likelihood: by the evidence, or label noise by held-out data.
 
-ε, the share of labels that were drawn at random, is not the evidence's to learn. The training
-labels cannot tell: a network that has not fitted yet is explained by noise, which then keeps it
-from fitting, and one that has fitted wrong labels shows none. Nor can the evidence alone,
-as Λ and with it its log det fall as ε rises. Labels that the network was not trained on can: ε and
-a temperature τ together maximise their likelihood, Σ log((1 − ε) p_τ(y) + ε/C).
-A network that does not fit yet is explained by a large τ, and not by ε; one that is sure of what it
-gets wrong, by ε. τ is dropped, since the network's own scale is the training's to learn.
+The evidence cannot learn ε, the share of random labels. The training labels do not determine it. A
+network that has not fitted yet is explained by noise, which then keeps it from fitting, and a
+network that has fitted wrong labels shows no noise. The evidence cannot learn it either, because Λ
+and with it its log det fall as ε rises. Held-out labels determine ε: ε and a temperature τ together
+maximise their likelihood, Σ log((1 − ε) p_τ(y) + ε/C). A large τ, not ε, explains a network that
+does not fit yet. ε explains a network that is confident in wrong predictions. τ is then dropped,
+because the training learns the scale of the network.
 
-Training begins without noise, and ε follows in the last third of the epochs (`Schedule.is_late`),
-once the held-out labels have shown some after three epochs in a row: a single epoch may show a
-little of clean labels, too. Of a shorter training all looks must. Once it is above zero no update
-changes the decays until the last one. The decays of "classification" keep the network from fitting
-wrong labels. Noise from the start lets the decays
-fall, since Λ is smaller, and gives up right labels that are hard, for which the network has had no
-time. On digits it lost up to .02 nats to "classification" with the same calibration, on average
-over seeds, where noise from
-then on gained (docs/label-noise.md).
+Training starts without noise. ε is updated in the last third of the epochs (`Schedule.is_late`),
+once the held-out labels have shown noise after three epochs in a row, because a single epoch may
+show a little noise for clean labels, too. In a shorter training all epochs of the last third must
+show noise. Once ε is above zero, no update changes the weight decays until the last one. The weight
+decays of "classification" keep the network from fitting wrong labels. Noise from the start would
+lower the weight decays, because Λ is smaller, and would give up right labels that are hard, before
+the network could learn them. On digits it lost up to .02 nats to "classification" with the same
+calibration, on average over seeds, where noise from then on gained (docs/label-noise.md).
 
-Without held-out labels it is looked for in the training labels, before that. A network shows the
-noise after it fits most labels and before it fits the wrong ones. So ε is fitted with τ after each
-epoch of the first two thirds, and the largest that three epochs in a row show is taken. One that
-has learned little yet may be sure of much that is wrong for one epoch or two; one that fits wrong
-labels at once shows too little, and is trained as by "classification".
+Without held-out labels, ε is estimated from the training labels before the last third. A network
+shows the noise after it fits most labels and before it fits the wrong ones. ε is therefore fitted
+with τ after each epoch of the first two thirds, and the largest value that three epochs in a row
+show is used. A network that has learned little may be confident in wrong predictions for one or two
+epochs. A network that fits wrong labels at once shows too little noise, and is trained as with
+"classification".
 """
 
 import logging
@@ -51,18 +51,18 @@ from marglik.training.state import LearnerState, Problem
 _logger = logging.getLogger(__name__)
 
 EPOCHS_THAT_SHOW = 3
-"""Epochs in a row that must show label noise: fewer are no sign, since a network that is about to
-fit may be sure of much that is wrong."""
+"""Number of epochs in a row that must show label noise. Fewer are not reliable, because a network
+that is about to fit may be confident in wrong predictions."""
 
 
 def check_learned_numbers(problem: Problem, state: LearnerState, batch: Any) -> None:
-    """Raise an error if what is to be learned cannot be learned from this data; collective.
+    """Raise an error if this data cannot determine the learned parameters; collective.
 
     Raises:
-        ModuleNotFoundError: scipy, by which label noise is fitted.
-        NotImplementedError: a block, or an operation of the network, that cannot be differentiated.
-        ValueError, TypeError: held-out batches that do not fit the network; without them, too few
-            epochs for the training labels to show noise.
+        ModuleNotFoundError: scipy, which fits label noise, is missing.
+        NotImplementedError: a block, or an operation of the network, cannot be differentiated.
+        ValueError, TypeError: held-out batches do not fit the network; or, without them, there are
+            too few epochs to estimate noise from the training labels.
     """
     if problem.learned_by_evidence or state.ranges is not None:
         _check_derivatives(problem, state, batch)
@@ -193,19 +193,19 @@ def likelihood_step(
 # --- the share of wrong labels ---
 
 NO_NOISE = 1e-3
-"""Smaller shares count as none."""
+"""Smaller shares count as no noise."""
 MOST_LABELS = 10_000
-"""Training labels that are looked at after an epoch, where there are more and one rank."""
+"""Maximum number of training labels that are evaluated after an epoch, with one rank."""
 
 
 @torch.no_grad()
 def outputs_and_labels(
     problem: Problem, state: LearnerState, batches: Loader
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, spreads of zero, and targets of labelled examples; collective.
+    """Return outputs, spreads of zero, and targets of labelled examples; collective.
 
     Raises:
-        ValueError: no batch, no target that counts, or targets that do not fit the outputs.
+        ValueError: there is no batch, no target that counts, or targets do not fit the outputs.
     """
     model = problem.model
 
@@ -224,7 +224,7 @@ def outputs_and_labels(
 
 
 def validation_loss(problem: Problem, state: LearnerState, batches: Loader) -> float:
-    """The NLL of validation data at the average, see `PriorLearner.validation_loss`; collective."""
+    """Return the NLL of validation data at the average; collective."""
     with averaged(problem, state):
         f, spread, y = outputs_and_labels(problem, state, batches)
     sigma = state.hyperparameters.sigma_noise.item()
@@ -233,9 +233,9 @@ def validation_loss(problem: Problem, state: LearnerState, batches: Loader) -> f
 
 
 def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = True) -> None:
-    """Give the likelihood the share of wrong labels, once it is late; before, look for it.
+    """Update the likelihood's share of wrong labels late in the training, and estimate it before.
 
-    Collective. With several ranks each has a part of the data; all get the same, to the bit.
+    Collective. With several ranks each has a part of the data; all get exactly the same share.
     """
     loader, N, shares = problem.loader, problem.num_data, state.shown_noise
     if problem.held_out is not None:
