@@ -164,7 +164,7 @@ class KroneckerBlock:
             if F.is_meta:
                 continue
             if not F.entries.isfinite().all():
-                raise ValueError(f"the factor '{name}' holds NaN or infinity")
+                raise ValueError(f"the factor '{name}' contains NaN or infinity")
             if F.rows is not None or not F.matrix.numel():
                 continue
             diagonal = F.matrix.diagonal(dim1=-2, dim2=-1)

@@ -82,16 +82,16 @@ def test_batches_that_cannot_be_taken_apart():
 @pytest.mark.parametrize(
     ("chosen", "error", "message"),
     [
-        ({"positions": torch.ones(3, 5)}, TypeError, "dtype torch.float32; a boolean mask"),
-        ({"positions": torch.ones(3, 4).bool()}, ValueError, r"\(3, 4\) .* need \(3, 5\)"),
-        ({"positions": torch.zeros(3, 5).bool()}, ValueError, "with 0 positions"),
+        ({"positions": torch.ones(3, 5)}, TypeError, "dtype torch.float32. Pass a boolean mask"),
+        ({"positions": torch.ones(3, 4).bool()}, ValueError, r"\(3, 4\) .* need shape \(3, 5\)"),
+        ({"positions": torch.zeros(3, 5).bool()}, ValueError, "selects 0 positions"),
         (
             {"classes": torch.tensor([0.0])},
             TypeError,
-            "dtype torch.float32; indices must be integers",
+            "dtype torch.float32. Pass integers",
         ),
-        ({"classes": torch.tensor([0, 4])}, ValueError, "index 4; the outputs are 0 to 3"),
-        ({"classes": torch.tensor([-1])}, ValueError, "index -1; the outputs are 0 to 3"),
+        ({"classes": torch.tensor([0, 4])}, ValueError, "index 4, but the outputs are 0 to 3"),
+        ({"classes": torch.tensor([-1])}, ValueError, "index -1, but the outputs are 0 to 3"),
         ({"classes": torch.zeros(3, 2).long()}, ValueError, r"Pass \(K,\), or \(3, 5, 'K'\)"),
     ],
 )

@@ -53,7 +53,7 @@ REFUSED = {
     "numpy": (network, X.numpy(), Y, "classification", TypeError, r"ndarray.*from_numpy"),
     "infinite inputs": (network, SPOILT, Y, "classification", ValueError, "inputs.*clean"),
     "infinite targets": (
-        network, X, SPOILT[:, :3], "regression", ValueError, "targets.*clean",
+        network, X, SPOILT[:, :3], "regression", ValueError, "targets.*Correct or remove",
     ),
     "integers": (network, X.byte(), Y, "classification", TypeError, r"'0' .Linear.*uint8.*x.float"),
     "tokens in floating point": (

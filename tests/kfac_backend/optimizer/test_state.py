@@ -208,12 +208,12 @@ REFUSED = {
     "fewer parameters": (of_fewer, r"1 groups of \[2\] parameters.*1 groups of \[4\]"),
     "momentum in float32": (
         lambda state: {**cast(state), "preconditioner": state["preconditioner"]},
-        r"'momentum_buffer' is \(8, 4\) in torch.float32, and its parameter .* in torch.float64",
+        r"'momentum_buffer' is \(8, 4\) in torch.float32, but its parameter .* in torch.float64",
     ),
     "factors in float32": (
         lambda state: of_kfac(state, cast), "'0.weight' are in torch.float32.*was cast",
     ),
-    "nothing": (lambda _: {}, "lacks 'param_groups', 'state', 'preconditioner': it is empty"),
+    "nothing": (lambda _: {}, "lacks 'param_groups', 'state', 'preconditioner'. It is empty"),
     "no groups": (lambda state: without(state, "param_groups"), "lacks 'param_groups'"),
     **{
         f"no {key}": (
