@@ -83,7 +83,7 @@ print(f"{posterior.log_marginal_likelihood().item() / len(x):.2f}")
 last = PredictiveConfig(layers="last")
 calibrated = calibrate(posterior, [held_out], last)
 print(calibrated.calibration.in_words)
-tau = calibrated.fit.map_calibration.output_temperature
+tau = calibrated.calibration_fit.map_calibration.output_temperature
 found = {
     "MAP": map_predictive(model),
     "MAP, temperature-scaled": map_predictive(model, output_temperature=tau),

@@ -115,7 +115,8 @@ class CalibratedPredictive(ModelPredictive):
     uncalibrated: Predictive = field(repr=False)
     """The same at s = τ = 1. Its epistemic uncertainty ranks inputs by how unlike the training data
     they are, also where calibration found s = 0 and ``predict`` has none."""
-    fit: CalibrationFit
+    calibration_fit: CalibrationFit
+    """The calibration, and the NLLs of the held-out data with and without it."""
 
 
 @dataclass(frozen=True)
@@ -361,7 +362,7 @@ def _calibrated(
 
     recipe = _calibrated, (posterior, config, state, fit)
     arguments = vars(predict) | {"predict": at_calibration, "recipe": recipe}
-    return CalibratedPredictive(**arguments, uncalibrated=uncalibrated, fit=fit)
+    return CalibratedPredictive(**arguments, uncalibrated=uncalibrated, calibration_fit=fit)
 
 
 @torch.inference_mode(False)  # gradients are needed, whatever the caller needs

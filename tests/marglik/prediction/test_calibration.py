@@ -180,7 +180,7 @@ def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood, method)
     x, y = data(likelihood)
     batches = [(x[:5], y[:5]), (x[5:], y[5:])]
     found = calibrate(la, batches, PredictiveConfig(method))
-    scaled, fit = found.fit.map_calibration, found.fit
+    scaled, fit = found.calibration_fit.map_calibration, found.calibration_fit
     sigma = scaled.sigma_noise or la.sigma_noise
     predictives = {
         fit.nll: found,
@@ -227,7 +227,7 @@ def test_a_posterior_remembers_its_calibration_and_forgets_it_with_what_it_was_o
     found = calibrate(la, [(x, y)], config, generator=torch.Generator().manual_seed(0))
     save_posterior(la, tmp_path)
     loaded = load_posterior(tmp_path, network())
-    assert remembered_calibration(loaded, config) == found.fit
+    assert remembered_calibration(loaded, config) == found.calibration_fit
     again = laplace_predictive(loaded, config, torch.Generator().manual_seed(0))
     assert_close(again(x).mean, found(x).mean)
     plain = PredictiveConfig("mc", calibration="none")

@@ -45,7 +45,10 @@ def test_a_calibrated_predictive_is_copied_and_pickled(method, again):
     config = PredictiveConfig(method=method)
     predictive, (x, _) = calibrate(fitted(), [data(50, 2)], config, generator=generator), data(9, 3)
     copied = again(predictive)
-    assert copied.model is not predictive.model and copied.fit == predictive.fit
+    assert (
+        copied.model is not predictive.model
+        and copied.calibration_fit == predictive.calibration_fit
+    )
     for one, other in ((predictive, copied), (predictive.uncalibrated, copied.uncalibrated)):
         assert torch.equal(one(x).mean, other(x).mean)
         assert torch.equal(one(x).epistemic, other(x).epistemic)
@@ -53,10 +56,10 @@ def test_a_calibrated_predictive_is_copied_and_pickled(method, again):
 
 def test_batches_are_calibrated_with_or_named_in_one_line():
     x, y = data(50, 2)
-    expected = calibrate(fitted(), [(x, y)]).fit
+    expected = calibrate(fitted(), [(x, y)]).calibration_fit
     posterior = fitted()
     with torch.inference_mode():
-        assert calibrate(posterior, [(x.clone(), y.clone())]).fit == expected
+        assert calibrate(posterior, [(x.clone(), y.clone())]).calibration_fit == expected
     with pytest.raises(ValueError, match="held-out batch has no examples; leave it out"):
         calibrate(fitted(), [(x, y), (x[:0], y[:0])])
     mappings = [{"inputs": x, "labels": y}]

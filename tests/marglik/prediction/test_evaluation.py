@@ -147,7 +147,7 @@ def test_what_is_calibrated_has_its_own_label_noise(digits, predictives):
     config = PredictiveConfig(labels="recorded", layers="last")
     calibrated = calibrate(la, [(x, y)], config)
     scaled = predictives_of(la, [config])["MAP, temperature-scaled"]
-    fit = calibrated.fit.map_calibration
+    fit = calibrated.calibration_fit.map_calibration
     assert fit.label_noise > 2 * given
     f = model(x).detach() / fit.output_temperature
     q = (1 - fit.label_noise) * f.softmax(-1) + fit.label_noise / 10
