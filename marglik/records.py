@@ -235,7 +235,7 @@ class CalibrationRecord:
     """Those of the temperature-scaled MAP."""
     nll: float
     nll_uncalibrated: float
-    nll_scaled_map: float
+    nll_temperature_scaled: float
     nll_map: float
     num_terms: int
 

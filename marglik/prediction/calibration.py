@@ -471,7 +471,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         nll=nll(*best),
         nll_uncalibrated=nll(1.0, uncalibrated),
         map_calibration=_calibration(held_out, 0.0, at_map),
-        nll_scaled_map=nll(0.0, at_map),
+        nll_temperature_scaled=nll(0.0, at_map),
         nll_map=nll(0.0, uncalibrated),
         num_terms=len(held_out.f),
     )

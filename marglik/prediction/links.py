@@ -141,7 +141,7 @@ class CalibrationFit:
     """NLL at s = τ = 1, or with the posterior's own σ."""
     map_calibration: Calibration
     """The best calibration with s = 0: the temperature-scaled MAP."""
-    nll_scaled_map: float
+    nll_temperature_scaled: float
     """NLL of the temperature-scaled MAP."""
     nll_map: float
     """NLL of the MAP."""

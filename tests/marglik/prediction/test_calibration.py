@@ -151,7 +151,7 @@ def test_it_finds_what_made_the_data():
     fit = fit_calibration(HeldOut(Regression(), data.f, data.spread, targets))
     assert fit.calibration.covariance_scale == pytest.approx(0.3, rel=0.05)
     assert fit.calibration.sigma_noise == pytest.approx(0.5, rel=0.05)
-    assert fit.nll < min(fit.nll_scaled_map - 0.01, fit.nll_uncalibrated - 0.1)
+    assert fit.nll < min(fit.nll_temperature_scaled - 0.01, fit.nll_uncalibrated - 0.1)
 
     f, covariance = gaussians(4, 4000, scale=3.0)
     generator = torch.Generator().manual_seed(3)
@@ -163,11 +163,13 @@ def test_it_finds_what_made_the_data():
     # Both narrow the probabilities, so that one may stand in for the other to a degree.
     assert fit.calibration.covariance_scale == pytest.approx(0.5, rel=0.3)
     assert fit.calibration.output_temperature == pytest.approx(0.5, rel=0.3)
-    assert fit.nll < fit.nll_scaled_map - 0.01
+    assert fit.nll < fit.nll_temperature_scaled - 0.01
 
     y = torch.multinomial((f / 1.7).softmax(-1), 1, generator=generator).squeeze(1)
     fit = fit_calibration(HeldOut(Classification(), f, covariance, y), "probit")
-    assert fit.nll > fit.nll_scaled_map - 3 / 4000  # two numbers gain about one nat by chance
+    assert (
+        fit.nll > fit.nll_temperature_scaled - 3 / 4000
+    )  # two numbers gain about one nat by chance
     assert fit.map_calibration.output_temperature == pytest.approx(1.7, rel=0.05)
 
 
@@ -186,7 +188,9 @@ def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood, method)
         fit.nll: found,
         fit.nll_uncalibrated: found.uncalibrated,
         fit.nll_map: map_predictive(la.model, likelihood, la.sigma_noise),
-        fit.nll_scaled_map: map_predictive(la.model, likelihood, sigma, scaled.output_temperature),
+        fit.nll_temperature_scaled: map_predictive(
+            la.model, likelihood, sigma, scaled.output_temperature
+        ),
     }
     for expected, predict in predictives.items():
         metrics = compute_metrics(*predict_all(predict, batches), likelihood)
@@ -259,7 +263,7 @@ def test_linearised_networks_and_variances_alone_are_calibrated_as_covariances()
         for method in ("mc", "linearised")
     )
     assert by_networks.nll_uncalibrated == pytest.approx(by_mc.nll_uncalibrated, rel=0.02)
-    assert by_networks.nll_scaled_map == pytest.approx(by_mc.nll_scaled_map)
+    assert by_networks.nll_temperature_scaled == pytest.approx(by_mc.nll_temperature_scaled)
     alone = HeldOut.of(la, held_out, links=["probit"])
     both = HeldOut.of(la, held_out)
     assert (alone.spread.dim(), both.spread.dim()) == (2, 3)
