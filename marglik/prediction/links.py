@@ -45,13 +45,16 @@ class Prediction:
     """Uncertainty about the parameters: mutual information or variance, shaped as ``aleatoric``."""
 
     @property
-    def total(self) -> Tensor:
-        """The sum of both parts: an entropy, or the variance of a new target."""
+    def total_uncertainty(self) -> Tensor:
+        """The sum of both parts: entropy (nats) of a label, or variance of a numeric target."""
         return self.aleatoric + self.epistemic
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of ``mean`` (not for regression); equals `total` except for link "probit"."""
+        """The entropy of ``mean`` (not for regression).
+
+        It equals `total_uncertainty`, except for the link "probit".
+        """
         entropy = torch.special.entr(self.mean)
         if self.aleatoric.dim() < self.mean.dim():
             return entropy.sum(-1)

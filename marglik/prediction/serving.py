@@ -34,8 +34,8 @@ class PredictiveModule(nn.Module):
     """A network and its predictive as one module: inputs -> (mean, variance).
 
     The mean is that of `Prediction`: class probabilities, or expected targets. For numbers the
-    variance is that of a new target, `Prediction.total`; for classes and yes or no it is that of
-    each output (logit), s/τ² J Σ Jᵀ. Both have the shape of `Prediction.mean`.
+    variance is that of a new target, `Prediction.total_uncertainty`; for classes and yes or no it
+    is that of each output (logit), s/τ² J Σ Jᵀ. Both have the shape of `Prediction.mean`.
 
     It is always in eval mode, and shares nothing with the network, of which it holds a copy. It can
     be exported by `torch.export` and `torch.onnx`, compiled, moved and cast. In float16 or bfloat16

@@ -63,7 +63,7 @@ def nll(data, link, calibration):
     )
     if data.likelihood.name != "regression":
         return compute_metrics(prediction, data.targets, data.likelihood).nll
-    normal = stats.norm(prediction.mean, prediction.total.sqrt())
+    normal = stats.norm(prediction.mean, prediction.total_uncertainty.sqrt())
     return -normal.logpdf(data.targets).sum(1).mean()
 
 

@@ -85,7 +85,7 @@ def test_the_prediction_is_the_mixtures_and_its_epistemic_part_the_disagreement(
     prediction, f = ensemble(x), outputs(models, x) / found.output_temperature
     if likelihood == "regression":
         mean, disagreement = f.mean(0), f.var(0, correction=0)
-        assert_close(prediction.total, disagreement + found.sigma_noise**2)
+        assert_close(prediction.total_uncertainty, disagreement + found.sigma_noise**2)
     else:
         p = torch.softmax(f, -1) if likelihood == "classification" else torch.sigmoid(f)
         mean = p.mean(0)

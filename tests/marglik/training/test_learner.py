@@ -529,7 +529,7 @@ def test_the_noise_that_is_learned_is_that_of_the_data():
     data = DataLoader(TensorDataset(x, y), 30)
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
     learn(model, optimizer, prior, data, 20, loss=lambda f, y: (f - y).square().sum() / len(f) / 2)
-    std = laplace_predictive(prior.posterior)(x).total.sqrt()
+    std = laplace_predictive(prior.posterior)(x).total_uncertainty.sqrt()
     assert std.mean() == pytest.approx(0.1, rel=0.1)
 
 
