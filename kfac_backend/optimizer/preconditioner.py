@@ -125,8 +125,8 @@ class KfacPreconditioner:
         optimizer.zero_grad()
     ```
 
-    The loss is taken to be a mean of −log p(y|f) (``mean_over``), plus any further terms. Another
-    constant factor of the loss changes only the meaning of λ, but with fisher="empirical" the
+    The loss is taken to be a mean of −log p(y|f) (``loss_mean_over``), plus any further terms.
+    Another constant factor of the loss changes only the meaning of λ, but with fisher="empirical" the
     factors, too, which then have its square. With gradient accumulation call
     `step` after the last backward pass: the curvature is that of all batches since the last step.
 
@@ -162,7 +162,8 @@ class KfacPreconditioner:
         params: the parameters whose optimiser this is for, if not all of the model. The gradients
             of all others are left as they are, and do not count in ``kl_clip``.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
-        mean_over: "terms", as torch's losses are, or "examples", whose several terms are summed.
+        loss_mean_over: "terms", as torch's losses are, or "examples", whose several terms are
+            summed.
         seed: the seed of the labels that fisher="mc" draws. It must be the same on all ranks, each
             of which draws its own labels from it.
         process_group: the ranks of `torch.distributed` that each have a part of a step's data and
@@ -194,13 +195,13 @@ class KfacPreconditioner:
         *,
         params: Iterable[nn.Parameter] | None = None,
         exclude: Sequence[str] = (),
-        mean_over: MeanOver = "terms",
+        loss_mean_over: MeanOver = "terms",
         seed: int = 0,
         process_group: ProcessGroupOption = "default",
         **keywords: Any,
     ) -> None:
         check_module(model)
-        check_option("mean_over", mean_over, MeanOver)
+        check_option("loss_mean_over", loss_mean_over, MeanOver)
         options, curvature = with_keywords(KfacPreconditioner, options, curvature, keywords)
         self.options = options
         """How factors become a preconditioner."""
@@ -220,7 +221,7 @@ class KfacPreconditioner:
             curvature,
             self._generator,
             preconditioned,
-            mean_over,
+            loss_mean_over,
             process_group,
         )
         self.ranks = self._pass.driver.ranks
@@ -236,7 +237,7 @@ class KfacPreconditioner:
         self._constants: dict[str, tuple[int, int]] = {}  # parameter -> `KroneckerBlock.constants`
         self._options_made_with = {
             "the likelihood": str(likelihood),
-            "mean_over": mean_over,
+            "loss_mean_over": loss_mean_over,
             "damping_on": options.damping_on,
             **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature) if f.repr},
         }

@@ -87,7 +87,8 @@ class MarginalLikelihood(TrainerCallback):
         held_out: batches that the model is not trained on, from which "noisy_classification" learns
             the share of wrong labels; None looks for it in the training labels. The trainer must
             compute that likelihood's loss: `attached` makes it call `loss`.
-        options: further arguments of `PriorLearner`; for language models use mean_over="terms".
+        options: further arguments of `PriorLearner`; for language models use
+            loss_mean_over="terms".
 
     Raises:
         ValueError: an option that is not supported; when training starts, an optimiser with a

@@ -48,8 +48,8 @@ class PriorLearner:
         policy: in what training departs from plain evidence.
         hyperparameters: your own, in place of the weight decay, groups and noise of ``options``.
         options: fields of `LearnerOptions`, such as ``weight_decay``, ``structure``, ``method``,
-            ``temperature`` or ``mean_over``, and single fields of `Schedule`, `DecayPolicy` and
-            `CurvatureOptions`, such as ``updates``, ``average``, ``clip`` or ``kfac_approx``.
+            ``temperature`` or ``loss_mean_over``, and single fields of `Schedule`, `DecayPolicy`
+            and `CurvatureOptions`, such as ``updates``, ``average``, ``clip`` or ``kfac_approx``.
 
     Raises:
         TypeError, ValueError: a keyword that is no option, a value that is not supported.

@@ -117,7 +117,7 @@ def warn_of_another_loss(
 ) -> None:
     """Warn, with the likely cause, unless ∂loss/∂f = scale · Σ ∇ℓ / count.
 
-    The count is that of the examples, or with mean_over="terms" of the loss terms.
+    The count is that of the examples, or with loss_mean_over="terms" of the loss terms.
 
     Args:
         loss: a function of ``f``, with its graph.
@@ -148,7 +148,7 @@ def warn_of_another_gradient(
     Such scalers multiply by a power of two, at first 2¹⁶.
     """
     check_targets(f, y, likelihood, may_ignore=True)
-    scale, is_mean_over_terms = options.loss_scale, options.mean_over == "terms"
+    scale, is_mean_over_terms = options.loss_scale, options.loss_mean_over == "terms"
     terms = max(int(num_counted_terms(f, y, likelihood)), 1)
     count = terms if is_mean_over_terms else len(f)
     rounding = torch.finfo(f.dtype).eps
@@ -198,7 +198,7 @@ def warn_of_another_gradient(
                 f"loss_scale={scale * factor:.6g} to the learner"
             )
         elif not is_mean_over_terms and abs(factor * terms / len(f) - 1) < TOLERANCE:
-            difference += ", as of a mean over all terms that count. Pass mean_over='terms'"
+            difference += ", as of a mean over all terms that count. Pass loss_mean_over='terms'"
         else:
             difference += (
                 ", as of a mean over outputs, or a loss without the factor ½. If it is for all "
