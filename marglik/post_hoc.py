@@ -42,7 +42,7 @@ class PriorFit:
 
 def maximize_evidence(
     laplace: Posterior,
-    structure: PriorStructure | Mapping[str, str] = "layerwise",
+    structure: PriorStructure | Mapping[str, str] = "per_tensor",
     *,
     learn_sigma_noise: bool = True,
 ) -> PriorFit:

@@ -126,8 +126,8 @@ class KfacPreconditioner:
     ```
 
     The loss is taken to be a mean of −log p(y|f) (``loss_mean_over``), plus any further terms.
-    Another constant factor of the loss changes only the meaning of λ, but with fisher="empirical" the
-    factors, too, which then have its square. With gradient accumulation call
+    Another constant factor of the loss changes only the meaning of λ, but with fisher="empirical"
+    the factors, too, which then have its square. With gradient accumulation call
     `step` after the last backward pass: the curvature is that of all batches since the last step.
 
     In a step with new factors (``factor_every``) the training's own forward pass shows the layers'

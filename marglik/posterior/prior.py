@@ -23,7 +23,7 @@ from kfac_backend.sharding import local_parts, norms_over_parts, with_local_part
 from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.posterior import Posterior
 
-PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
+PriorStructure = Literal["per_tensor", "scalar", "per_type", "per_child"]
 UpdateMethod = Literal["adam", "mackay"]
 Number = TypeVar("Number", float, Tensor)
 
@@ -113,16 +113,16 @@ class PriorGroups:
 
     @classmethod
     def from_model(
-        cls, model: nn.Module, structure: PriorStructure | Mapping[str, str] = "layerwise"
+        cls, model: nn.Module, structure: PriorStructure | Mapping[str, str] = "per_tensor"
     ) -> "PriorGroups":
         """Group the trainable parameters of a model.
 
         Args:
             model: the model.
-            structure: "layerwise", one group per tensor; "scalar", one for all; "kind", weights,
-                biases and scalars; "stage", one per top-level child of the model. Or rules, group
-                name -> pattern: a shell pattern on parameter names ("stage1.*"); the first that
-                matches decides.
+            structure: "per_tensor", one group per tensor; "scalar", one for all; "per_type", one
+                each for weights, biases and scalars; "per_child", one per top-level child of the
+                model. Or rules, group name -> pattern: a shell pattern on parameter names
+                ("stage1.*"); the first that matches decides.
 
         Raises:
             ValueError: an unknown structure, rules that leave a parameter or a group out.
@@ -142,13 +142,13 @@ class PriorGroups:
         else:
             check_option("structure", structure, PriorStructure)
             match structure:
-                case "layerwise":
+                case "per_tensor":
                     labels = list(trainable)
                 case "scalar":
                     labels = ["all"] * len(trainable)
-                case "kind":
+                case "per_type":
                     labels = [parameter_kind(p) for p in trainable.values()]
-                case "stage":
+                case "per_child":
                     labels = [name.split(".")[0] for name in trainable]
         names = tuple(dict.fromkeys(labels))
         return cls(names, tuple(map(names.index, labels)))

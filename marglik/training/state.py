@@ -90,7 +90,7 @@ class LearnerOptions:
     schedule: Schedule
     policy: DecayPolicy
     weight_decay: float = WEIGHT_DECAY
-    structure: PriorStructure | Mapping[str, str] = "layerwise"
+    structure: PriorStructure | Mapping[str, str] = "per_tensor"
     method: UpdateMethod = "adam"
     lr: float = 0.1
     temperature: float = 1.0

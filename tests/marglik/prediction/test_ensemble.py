@@ -138,7 +138,7 @@ def train(learner, steps=15):
 
 
 def test_a_members_decays_take_the_course_of_the_firsts(monkeypatch):
-    first = PriorLearner("classification", structure="kind", steps=40)
+    first = PriorLearner("classification", structure="per_type", steps=40)
     train(first)
     assert len({tuple(decays) for decays in first.seen}) > 5  # they were learned
     member = first.replay()
