@@ -69,7 +69,7 @@ class Metrics(Generic[T]):
     """
 
     nll: T | None = _metric("Negative log-likelihood", "NLL", "nats per example", "lower")
-    nll_recorded_labels: T | None = _metric("... if test labels are as wrong", "", "nats", "lower")
+    nll_observed_labels: T | None = _metric("... if test labels are as wrong", "", "nats", "lower")
     nll_true_class: T | None = _metric("... of the true class", "", "nats", "lower")
     rmse: T | None = _metric(
         "Root mean squared error", "RMSE", "unit of the target", "lower", decimals=None

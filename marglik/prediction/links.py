@@ -94,7 +94,7 @@ class Calibration:
             of the likelihood.
         sigma_noise: σ of regression, in place of the posterior's; None for other likelihoods.
         label_noise: ε, the share of labels that were drawn at random from all classes. Predictions
-            of the true class leave it out, those of the recorded label have it.
+            of the true class leave it out, those of the observed label have it.
     """
 
     covariance_scale: float = 1.0

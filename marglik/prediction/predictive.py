@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 PredictiveMethod = Literal["probit", "mc", "linearised"]
 LayersOption = Literal["auto", "all", "last"]
 CalibrationMethod = Literal["held_out", "none"]
-Labels = Literal["true", "recorded"]
+Labels = Literal["true", "observed"]
 """Whether a prediction is of the true class, or of a label as wrong as those of training."""
 Predictive = Callable[[Any], Prediction]
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class PredictiveConfig:
         batch_size: number of test examples in a batch.
         calibration: calibration of the predictive. held_out scales the covariance and the outputs
             by factors that are fitted to held-out data. none is the plain Laplace predictive.
-        labels: label to predict, and kind of the test labels: true for the true class, or recorded
+        labels: label to predict, and kind of the test labels: true for the true class, or observed
             for a label that is wrong as often as the training labels. They differ if calibration,
             or the likelihood noisy_classification, finds wrong labels.
 
@@ -196,7 +196,7 @@ class PredictiveConfig:
         return self.calibration == "held_out"
 
     def label_noise(self, likelihood: Likelihood, calibration: Calibration | None) -> float:
-        """The ε of what is predicted: of recorded labels the calibration's, or the likelihood's."""
+        """The ε of what is predicted: of observed labels the calibration's, or the likelihood's."""
         return 0.0 if self.labels == "true" else label_noise_of(likelihood, calibration)
 
     @property

@@ -307,7 +307,7 @@ def test_many_terms_are_thinned_alike_for_all_links(monkeypatch):
 
 
 def sure_outputs(wrong, n=200, C=4, seed=0):
-    """Outputs whose softmax made the true classes, recorded labels, and these classes."""
+    """Outputs whose softmax made the true classes, observed labels, and these classes."""
     generator = torch.Generator().manual_seed(seed)
     f = 4 * torch.randn(n, C, generator=generator, dtype=torch.float64)
     true = torch.multinomial(torch.softmax(f, -1), 1, generator=generator).squeeze(1)

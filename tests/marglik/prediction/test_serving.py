@@ -80,7 +80,7 @@ NEW = torch.randn(5, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().m
 def test_the_module_is_the_predictive(likelihood):
     """Also exported, with another number of inputs; and the variances, by the Jacobian."""
     la = of_likelihood(likelihood)
-    config = PredictiveConfig(layers="last", labels="recorded")
+    config = PredictiveConfig(layers="last", labels="observed")
     predict = laplace_predictive(la, config, calibration=CALIBRATION)
     module = predict.module(data()[0])
     before = la.model.training
