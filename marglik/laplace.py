@@ -333,7 +333,7 @@ class ParametricLaplace(Posterior):
         return self._delta_each().to(self._wide_dtype)
 
     def _delta_each(self) -> Tensor:
-        delta = self.of_blocks(self.prior_precision)
+        delta = self.precision_per_block(self.prior_precision)
         if self.structure != "kron":
             return delta
         return delta.repeat_interleave(torch.tensor(self._sizes, device=self._device))
@@ -378,7 +378,7 @@ class ParametricLaplace(Posterior):
     def scatter(self) -> Tensor:
         """(θ* − prior mean)ᵀ P₀ (θ* − prior mean), without entries that are constants."""
         norms = self.evidence_terms.squared_norms
-        return (self.of_blocks(self.prior_precision) * norms).sum()
+        return (self.precision_per_block(self.prior_precision) * norms).sum()
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None

@@ -306,9 +306,9 @@ class KfacPreconditioner:
         # Factors first, since inverses that are due in the same step are made from them.
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
-            of_blocks = {name: block.constants for name, block in self._blocks.items()}
+            constants = {name: block.constants for name, block in self._blocks.items()}
             self._constants |= {
-                name: entries for name, entries in of_blocks.items() if any(entries)
+                name: entries for name, entries in constants.items() if any(entries)
             }
         if self._step % options.update_every == 0 or self._blocks.keys() - self._owners.keys():
             self._inverses = self._new_inverses()

@@ -622,7 +622,7 @@ class Posterior:
             )
         return self._terms
 
-    def of_blocks(self, delta: Tensor) -> Tensor:
+    def precision_per_block(self, delta: Tensor) -> Tensor:
         """δ as `evidence_terms` takes it, in float64: from Jacobians one per parameter.
 
         Of a subnetwork with as many parameters as tensors, δ is one per parameter.
@@ -638,7 +638,7 @@ class Posterior:
             return each.index_put((self.indices.to(self._device),), delta)[indices]
         return delta.expand(self.n_layers)[self._tensor_of(indices)]
 
-    def of_tensors(self, delta: Tensor) -> Tensor:
+    def precision_per_tensor(self, delta: Tensor) -> Tensor:
         """δ of each tensor as `prior_precision` takes it, which may count parameters instead."""
         is_ambiguous = self.n_layers in (len(self.indices), self.n_params)
         if self.structure == "kron" or not is_ambiguous:
@@ -684,7 +684,7 @@ class Posterior:
         # float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
-        delta = self.of_blocks(torch.as_tensor(delta, dtype=torch.float64))
+        delta = self.precision_per_block(torch.as_tensor(delta, dtype=torch.float64))
         sigma = torch.as_tensor(sigma, dtype=torch.float64).squeeze()
         return terms.log_marginal_likelihood(delta, sigma, self.temperature)
 
@@ -698,7 +698,7 @@ class Posterior:
 
         Each lies between 0 and the number of the tensor's parameters; see `EvidenceTerms`.
         """
-        terms, delta = self.evidence_terms, self.of_blocks(self.prior_precision)
+        terms, delta = self.evidence_terms, self.precision_per_block(self.prior_precision)
         gamma = terms.effective_parameters(delta, self.sigma_noise, self.temperature)
         return terms.sum_over_blocks(gamma, range(self.n_layers))
 
@@ -733,7 +733,7 @@ class Posterior:
 
     def _precision_of(self, curvature: JacobianGGN) -> Precision:
         scale = 1 / (self.sigma_noise.double().square() * self.temperature)
-        delta = self.of_blocks(self.prior_precision)
+        delta = self.precision_per_block(self.prior_precision)
         among = torch.isin(self._ggn_indices(), curvature.indices)
         return curvature.precision(delta[among], scale, at_least_float32(self.mean))
 

@@ -153,7 +153,7 @@ class PriorGroups:
         names = tuple(dict.fromkeys(labels))
         return cls(names, tuple(map(names.index, labels)))
 
-    def of_tensors(self, values: Tensor) -> Tensor:
+    def per_tensor(self, values: Tensor) -> Tensor:
         """Values of groups (G,) as one for each tensor, as a posterior takes them."""
         return values[list(self.index)]
 
@@ -337,8 +337,8 @@ class Hyperparameters:
                 self._adam.step()
                 continue
             gamma, norms = (
-                zeros.index_add(0, groups, of_blocks.cpu())
-                for of_blocks in (terms.effective_parameters(delta, sigma, T), terms.squared_norms)
+                zeros.index_add(0, groups, numbers.cpu())
+                for numbers in (terms.effective_parameters(delta, sigma, T), terms.squared_norms)
             )
             fixed_point = gamma / norms.clamp(min=torch.finfo(norms.dtype).tiny)  # no 0/0
             self._log_delta.copy_(fixed_point.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
@@ -413,15 +413,15 @@ def update_prior(
         evidences, state = ranks.gather((evidences, hyperparameters.state_dict()))[0]
         hyperparameters.load_state_dict(state)
     groups, delta = hyperparameters.groups, hyperparameters.prior_precision
-    posterior.prior_precision = groups.of_tensors(delta)
+    posterior.prior_precision = groups.per_tensor(delta)
     posterior.sigma_noise = hyperparameters.sigma_noise
     end = _now(device)
 
     likelihood, factors = posterior.likelihood, posterior.factors
     weight_decay = precision_to_weight_decay(delta, num_data, T)
     names = terms.names
-    of_blocks = posterior.prior_precision.double()[terms.tensors]
-    gamma = terms.effective_parameters(of_blocks, posterior.sigma_noise, T)
+    block_precision = posterior.prior_precision.double()[terms.tensors]
+    gamma = terms.effective_parameters(block_precision, posterior.sigma_noise, T)
     gamma = terms.sum_over_blocks(gamma, range(len(names)))
     record: dict[str, Any] = {
         "evidence_before": evidences[0],

@@ -46,7 +46,7 @@ def test_structures(model, structure, names, index):
     groups = PriorGroups.from_model(model, structure)
     assert (groups.names, groups.index) == (names, index)
     values = torch.arange(1.0, len(names) + 1)
-    assert groups.of_tensors(values).tolist() == [values[i] for i in index]
+    assert groups.per_tensor(values).tolist() == [values[i] for i in index]
     assert groups.sum_over_tensors(torch.ones(5)).tolist() == [
         index.count(g) for g in range(len(names))
     ]
@@ -131,7 +131,7 @@ def test_both_methods_reach_a_stationary_point(method, steps, structure):
 
     def gradient(delta):
         delta.requires_grad_()
-        evidence = posterior.log_marginal_likelihood(groups.of_tensors(delta))
+        evidence = posterior.log_marginal_likelihood(groups.per_tensor(delta))
         return torch.autograd.grad(evidence, delta)[0] * delta
 
     delta = hyper.prior_precision
