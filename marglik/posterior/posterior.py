@@ -362,9 +362,9 @@ class Posterior:
         if corrected:
             check_read_twice(train_loader)
         # A sample's numbers are an estimate, which a pass over all data replaces in the end.
-        proves_again = stands_for is None
+        repeat_proof = stands_for is None
         with eval_mode(self.model):
-            curvature = self._curvature_of(train_loader, progress_bar, proves_again)
+            curvature = self._curvature_of(train_loader, progress_bar, repeat_proof)
             if corrected:
                 curvature = corrected_factors(
                     curvature,
@@ -396,7 +396,7 @@ class Posterior:
             # The same factors, elsewhere: what was computed from them stays.
             self._version = [block.version for block in self._curvature.blocks.values()]
 
-    def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
+    def _curvature_of(self, data: Iterable[Any], progress: bool, repeat_proof: bool) -> Any:
         if self.structure != "kron":
             return jacobian_ggn(
                 self.model,
@@ -427,10 +427,10 @@ class Posterior:
                 process_group=self.ranks.process_group,
             )
         return curvature_pass.factors_of(
-            data, progress, self._likelihood, proves_again=proves_again, **matrix
+            data, progress, self._likelihood, repeat_proof=repeat_proof, **matrix
         )
 
-    def prove_again(self) -> None:
+    def request_proof(self) -> None:
         """Let the next pass prove what it relies on anew, and of its first batch."""
         if self.curvature_pass is not None:
             self.curvature_pass.driver.proof.renew()

@@ -180,7 +180,7 @@ def fit(
     )  # fmt: skip
     posterior.curvature_pass = former.curvature_pass if former else None  # it has proved the model
     if is_last:
-        posterior.prove_again()
+        posterior.request_proof()
     # Random numbers of its own: the loop's must not depend on when updates happen.
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):
