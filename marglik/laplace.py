@@ -199,7 +199,7 @@ class ParametricLaplace(Posterior):
 
     subset: ClassVar[Subset] = "all"
     hessian_structure: ClassVar[Structure] = "kron"
-    adds_at_other_weights = True
+    _adds_at_other_weights = True
 
     def __init__(
         self,
@@ -758,7 +758,7 @@ class LLLaplace(ParametricLaplace):
     """Of the last layer."""
 
     subset = "last_layer"
-    adds_at_other_weights = False  # the sum would be of different features
+    _adds_at_other_weights = False  # the sum would be of different features
 
 
 class FullLLLaplace(LLLaplace):
@@ -781,7 +781,7 @@ class SubnetLaplace(ParametricLaplace):
     """Of a subnetwork."""
 
     subset = "subnetwork"
-    adds_at_other_weights = False
+    _adds_at_other_weights = False
 
     @property
     def n_params_subnet(self) -> int:

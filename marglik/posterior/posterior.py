@@ -97,7 +97,7 @@ class Posterior:
         TypeError: a keyword that is no option.
     """
 
-    adds_at_other_weights: ClassVar[bool] = False
+    _adds_at_other_weights: ClassVar[bool] = False
     """Whether ``fit(override=False)`` after more training adds the curvature at the new weights."""
 
     def __init__(
@@ -357,7 +357,7 @@ class Posterior:
                 "override=False adds data, which changes the eigenvectors; corrected eigenvalues "
                 "hold for the old ones. Fit with all the data at once, or with corrected=False."
             )
-        if adds and not self.adds_at_other_weights:
+        if adds and not self._adds_at_other_weights:
             self.check_weights()
         if corrected:
             check_read_twice(train_loader)
