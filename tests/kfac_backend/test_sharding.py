@@ -1006,7 +1006,7 @@ def refused() -> dict[str, str]:
 
 
 def step_of_kfac(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    optimizer = KFAC(model, "classification", lr=0.1, mean_over="terms")
+    optimizer = KFAC(model, "classification", lr=0.1, loss_mean_over="terms")
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 
