@@ -46,6 +46,7 @@ def precision_to_weight_decay(
     return prior_precision * temperature / num_data
 
 
+@torch.no_grad()
 def add_penalty(
     parameters: list[nn.Parameter],
     weight_decays: Sequence[float],
@@ -85,7 +86,8 @@ def add_penalty(
             torch._foreach_add_(*map(list, zip(*summed, strict=True)))
     # A parameter that the loss does not depend on still has its prior.
     for p, gradient in zip(parameters, with_local_parts(parameters, pulls), strict=True):
-        p.grad = gradient
+        if p.grad is not gradient:
+            p.grad = gradient
     if not with_value:
         return None
     norms = norms_over_parts(torch._foreach_norm(values), parameters)

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kfac_backend.sharding import is_sharded
@@ -78,6 +79,7 @@ def start(
     return state
 
 
+@torch.no_grad()
 def penalty(
     problem: Problem,
     state: LearnerState,

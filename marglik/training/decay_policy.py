@@ -458,6 +458,7 @@ def _may_be_invariant(name: str, tensors: dict[str, nn.Parameter]) -> bool:
     return False
 
 
+@torch.no_grad()
 def clip_gradients(
     parameters: list[nn.Parameter],
     running: Tensor | float | None,
