@@ -180,6 +180,7 @@ def marglik_training(
         enable_backprop=enable_backprop,
     )
     laplace.restore(posterior.fitted_curvature(), posterior.sample_size)
+    laplace.fingerprints = posterior.fingerprints
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
     return laplace, model, [-evidence for evidence in result.evidences], losses

@@ -59,7 +59,7 @@ LinkApprox = Literal["probit", "mc", "bridge", "bridge_norm"]
 FeatureReduction = Literal["pick_first", "pick_last", "average"]
 SAVED = (
     *("prior_precision", "prior_mean", "sigma_noise", "temperature"),
-    *("mean", "indices", "structure", "sample_size"),
+    *("mean", "indices", "structure", "sample_size", "fingerprints"),
 )
 """The attributes that a state has beside the fit and the parameters' names."""
 NO_EFFECT = {"damping": False, "asdl_fisher_kwargs": None}
@@ -728,6 +728,7 @@ class ParametricLaplace(Posterior):
         form = KroneckerFactors if self.structure == "kron" else JacobianGGN
         curvature = form.from_state_dict(state["fit"]).to(self._device)
         self.restore(curvature, state["sample_size"])
+        self.fingerprints = state["fingerprints"]
         for name in ("prior_precision", "prior_mean", "sigma_noise", "temperature"):
             setattr(self, name, state[name])
 

@@ -39,6 +39,7 @@ from kfac_backend.ranks import ProcessGroupOption, Ranks
 from kfac_backend.sharding import check_whole, is_sharded, local_part, squared_norms
 from marglik.eval_mode import eval_mode
 from marglik.posterior.evidence import EvidenceTerms
+from marglik.posterior.fingerprints import FingerprintedBatches, concatenated
 from marglik.posterior.fitted_weights import FittedWeights, trainable_parameters
 from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, jacobian_ggn
 from marglik.posterior.jacobians import JacobianCovariance, parameter_vector
@@ -156,6 +157,8 @@ class Posterior:
         self._calibrations: tuple[dict[str, Any], tuple] = {}, ()
         self.sample_size: int | None = None
         """M, where `fit` saw a random sample of M examples that stands for all; None for all."""
+        self.fingerprints: Tensor | None = None
+        """Of the fit's examples, see `marglik.posterior.fingerprints`; None if they have none."""
         self.curvature_pass: CurvaturePass | None = None
         """The pass over data that a later fit (or another posterior of the model) uses again: what
         is proved of the model need not be proved anew. See `CurvaturePass.factors_of`."""
@@ -362,9 +365,10 @@ class Posterior:
         if corrected:
             check_read_twice(train_loader)
         # A sample's numbers are an estimate, which a pass over all data replaces in the end.
-        repeat_proof = stands_for is None
+        repeat_proof, former = stands_for is None, self.fingerprints if adds else None
         with eval_mode(self.model):
-            curvature = self._curvature_of(train_loader, progress_bar, repeat_proof)
+            batches = FingerprintedBatches(train_loader, self.model, self.options)
+            curvature = self._curvature_of(batches, progress_bar, repeat_proof)
             if corrected:
                 curvature = corrected_factors(
                     curvature,
@@ -383,7 +387,9 @@ class Posterior:
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
+        parts = self.ranks.gather(batches.collected())
         self._take(curvature, None if stands_for is None else num_seen)
+        self.fingerprints = concatenated([former, *parts] if adds else parts)
 
     def gather(self) -> None:
         """Bring all factors to all ranks, for what one of them does alone; collective.
@@ -475,7 +481,7 @@ class Posterior:
     def _take(self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None) -> None:
         """Make this the curvature at the model's parameters, for which it is known to be right."""
         self._take_weights(curvature)
-        self.sample_size = sample_size
+        self.sample_size, self.fingerprints = sample_size, None
         self._likelihood = curvature.likelihood  # with the fit's numbers
         self._curvature, self._calibrations = curvature, ({}, ())
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs

@@ -46,10 +46,11 @@ from torch import Tensor
 from kfac_backend.engine.batches import has_no_examples
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import Likelihood, counted_terms, loss_sum
+from kfac_backend.likelihoods import Likelihood, counted_terms
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
+from marglik.posterior.fingerprints import FingerprintedBatches, concatenated, num_in_common
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import (
     Calibration,
@@ -101,9 +102,6 @@ MOST_NUMBERS = 2**24
 """Most numbers in the outputs of all samples, and in all covariances. Of a language model's many
 positions this leaves some thousand, which are plenty for s and τ."""
 
-SAME_LOSS = 1e-5
-"""Relative difference up to which two sums of float32 losses are of the same data."""
-
 Loss = Callable[[Tensor | None, Tensor, Tensor | None], Tensor]
 """Mean NLL at (s, τ or σ, ε); None for s = 0, where √s has no derivative, and for no ε."""
 
@@ -136,6 +134,8 @@ class HeldOut:
     """The posterior's σ of regression."""
     is_sampled: bool = False
     """Whether the spread is deviations (M, S, C)."""
+    fingerprints: Tensor | None = None
+    """Of the examples, see `marglik.posterior.fingerprints`."""
 
     @staticmethod
     @torch.no_grad()
@@ -190,12 +190,15 @@ class HeldOut:
             return f, spread.flatten(0, -2 if variance_only else -3)
 
         number = None if samples is None else len(samples)
+        read = FingerprintedBatches(batches, model, posterior.options)
         f, spread, y = collected(
-            outputs_and_spread, batches, model, likelihood, posterior.options, number, ranks,
+            outputs_and_spread, read, model, likelihood, posterior.options, number, ranks,
             progress=progress,
         )  # fmt: skip
         sigma, is_sampled = float(posterior.sigma_noise), samples is not None
-        return HeldOut(likelihood, f.to(device), spread.to(device), y.to(device), sigma, is_sampled)
+        tensors = f.to(device), spread.to(device), y.to(device)
+        examples = concatenated(ranks.gather(read.collected()))
+        return HeldOut(likelihood, *tensors, sigma, is_sampled, examples)
 
     def some(self, number: int) -> "HeldOut":
         """At most ``number`` of the terms, evenly spaced."""
@@ -321,7 +324,8 @@ def calibrate(
 
     Args:
         posterior: the fitted posterior.
-        batches: held-out (x, y), or mappings. A warning names data with the loss of the fit's.
+        batches: held-out (x, y), or mappings. A warning counts the examples that the posterior was
+            fitted to, also where they are a part of the batches.
         config: how the posterior predicts.
         generator: generator of the samples, on the model's device; None draws the same samples as
             the search.
@@ -392,16 +396,17 @@ def calibrations_of(
     config = config.for_posterior(posterior)
     methods = [config.method] if config.method == "linearised" else links
     held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks, links=methods)
-    loss = loss_sum(held_out.f, held_out.targets, held_out.likelihood).item()
-    fitted_loss = posterior.loss.item()
-    if loss and math.isclose(loss, fitted_loss, rel_tol=SAME_LOSS) and ranks.rank == 0:
-        warnings.warn(
-            f"The held-out data has the loss of the data of the fit, {fitted_loss:.6g}: it is the "
-            "training data, of which the network is surer than of others. Calibrate with data that "
-            "it is not trained on.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    known, others = posterior.fingerprints, held_out.fingerprints
+    if known is not None and others is not None and ranks.rank == 0:
+        number, is_too_many = num_in_common(known, others)
+        if is_too_many:
+            warnings.warn(
+                f"{number} of the {len(others)} held-out examples are training data. The network "
+                "is surer of these than of others, and the calibration comes out too confident. "
+                "Calibrate with data that the network is not trained on.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
     if (number := len(held_out.f)) < FEWEST_TERMS and ranks.rank == 0:
         _logger.warning(
             "calibrated on %d held-out loss terms, which are too few to say how confident to be. "

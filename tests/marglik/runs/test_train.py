@@ -41,7 +41,7 @@ from tests.marglik.runs.command_line import (
 
 ROOT = Path(__file__).parents[3]
 FILES = {
-    "config.yaml", "evaluation.json", "log.jsonl", "model.safetensors",
+    "config.yaml", "evaluation.json", "fingerprints.safetensors", "log.jsonl", "model.safetensors",
     "posterior.json", "posterior.safetensors", "report.html", "results.json",
 }  # fmt: skip
 PREDICTIVES = ["MAP", "MAP, temperature-scaled", "Laplace, probit"]
