@@ -89,6 +89,7 @@ TABLES = {
     "uci_heteroscedastic": ("uci.heteroscedastic",),
     "update_step_timing_cpu": ("speed.update_step_timing",),
     "update_step_timing_cuda": ("speed.update_step_timing", "--device", "cuda"),
+    "vision_transformer_every_step": (TO_TARGET, "--study", "vision_transformer_every_step"),
     "vision_transformer_training": (TO_TARGET, "--study", "vision_transformer_training"),
     "weight_decay_study": ("weight_decay.weight_decay_study",),
 }
