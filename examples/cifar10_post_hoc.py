@@ -75,7 +75,7 @@ batches = list(zip(x.split(100), y.split(100), strict=True))
 options = CurvatureOptions(kfac_approx="reduce", fisher="mc")
 posterior = Posterior(model, "classification", options)
 posterior.fit(batches)
-maximize_evidence(posterior, "kind")  # weights, biases and scalars: three precisions
+maximize_evidence(posterior, "per_type")  # weights, biases and scalars: three precisions
 print(f"{len(posterior.params)} tensors, log evidence per image", end=" ")
 print(f"{posterior.log_marginal_likelihood().item() / len(x):.2f}")
 
@@ -83,7 +83,7 @@ print(f"{posterior.log_marginal_likelihood().item() / len(x):.2f}")
 last = PredictiveConfig(layers="last")
 calibrated = calibrate(posterior, [held_out], last)
 print(calibrated.calibration.in_words)
-tau = calibrated.fit.map_calibration.output_temperature
+tau = calibrated.calibration_fit.map_calibration.output_temperature
 found = {
     "MAP": map_predictive(model),
     "MAP, temperature-scaled": map_predictive(model, output_temperature=tau),

@@ -81,7 +81,7 @@ counts = torch.arange(400.0)
 
 def stock(likelihood, prediction):
     """The smallest count k with P(demand <= k) >= 0.95, for each prediction."""
-    p = likelihood.cdf(counts, prediction.mean, prediction.total)  # (N, 400)
+    p = likelihood.cdf(counts, prediction.mean, prediction.total_uncertainty)  # (N, 400)
     return (p >= 0.95).int().argmax(1)
 
 

@@ -75,7 +75,7 @@ x = torch.linspace(-2, 2, 200)[:, None]
 figure, both = pyplot.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
 for axes, (name, posterior) in zip(both, posteriors.items(), strict=True):
     prediction = laplace_predictive(posterior)(x)
-    mean, deviation = prediction.mean[:, 0], prediction.total[:, 0].sqrt()
+    mean, deviation = prediction.mean[:, 0], prediction.total_uncertainty[:, 0].sqrt()
     axes.fill_between(x[:, 0], mean - 1.64 * deviation, mean + 1.64 * deviation, alpha=0.3)
     axes.plot(x[:, 0], mean, label="mean, 90 % interval")
     axes.plot(*data, "k.", markersize=2, label="training data")
@@ -83,7 +83,7 @@ for axes, (name, posterior) in zip(both, posteriors.items(), strict=True):
     inside = {}
     for side, some in {"left": test[0][:, 0] < 0, "right": test[0][:, 0] >= 0}.items():
         p = laplace_predictive(posterior)(test[0][some])
-        within = (test[1][some] - p.mean).abs() <= 1.645 * p.total.sqrt()
+        within = (test[1][some] - p.mean).abs() <= 1.645 * p.total_uncertainty.sqrt()
         inside[side] = within.float().mean().item()
     print(f"{name}: intervals cover {inside['left']:.0%} on the left, {inside['right']:.0%} right")
 both[0].legend()

@@ -126,7 +126,7 @@ def batches(part):
 
 
 laplace = calibrate(prior.posterior, batches(held_out))  # (3)
-scaled = laplace.fit.map_calibration.output_temperature
+scaled = laplace.calibration_fit.map_calibration.output_temperature
 predictives = {
     "MAP": map_predictive(model),
     "temperature-scaled MAP": map_predictive(model, output_temperature=scaled),

@@ -112,7 +112,7 @@ print("log evidence per example:", *(f"{e / len(train):.3f}" for e in prior.lear
 
 # %%
 laplace = calibrate(prior.posterior, DataLoader(held_out, 100))
-scaled = laplace.fit.map_calibration.output_temperature
+scaled = laplace.calibration_fit.map_calibration.output_temperature
 predictives = {
     "without weight decay": map_predictive(plain),
     "MAP": map_predictive(network),

@@ -82,7 +82,7 @@ grid = torch.linspace(-2, 2, 100)[:, None]
 true = (scale(grid) * torch.log(torch.tensor(2.0)) ** 0.5)[:, 0]
 euler, spread = 0.5772, torch.pi / 6**0.5  # mean and deviation of Gumbel's distribution at scale 1
 of = laplace_predictive(posterior)(grid)
-width = of.total.sqrt() / spread
+width = of.total_uncertainty.sqrt() / spread
 medians = {
     "weibull": (of.mean + width * (euler + torch.log(torch.log(torch.tensor(2.0)))))[:, 0].exp(),
     "regression": laplace_predictive(plain)(grid).mean[:, 0].exp(),
@@ -98,7 +98,7 @@ left.legend()
 times = torch.linspace(0.01, 6, 100)[:, None]
 for at in (-1.0, 0.0, 1.0):
     p = laplace_predictive(posterior)(torch.tensor([[at]]))
-    curve = 1 - likelihood.cdf(times.log(), p.mean, p.total)
+    curve = 1 - likelihood.cdf(times.log(), p.mean, p.total_uncertainty)
     (line,) = right.plot(times, curve, label=f"x = {at:.0f}")
     right.plot(
         times, torch.exp(-((times / scale(torch.tensor(at))) ** 2)), "--", c=line.get_color()

@@ -99,7 +99,7 @@ for ax, (name, predict) in zip(axes, predictives.items(), strict=True):
     scores = f"NLL {metrics.nll:.3f} RMSE {metrics.rmse:.3f}"
     print(f"{name:8} {scores} coverage90 {metrics.coverage90:.3f}")
     days = day[-len(targets) :]
-    mean, deviation = prediction.mean[:, 0], prediction.total[:, 0].sqrt()
+    mean, deviation = prediction.mean[:, 0], prediction.total_uncertainty[:, 0].sqrt()
     ax.fill_between(days, mean - 1.645 * deviation, mean + 1.645 * deviation, alpha=0.3)
     ax.plot(days, mean, label="forecast, 90 % interval")
     ax.plot(days, targets, "k.", markersize=3, label="value")

@@ -87,7 +87,7 @@ for name, predict in predictives.items():
 
 # %%
 order = prediction.mean[:, 0].argsort()
-mean, deviation = prediction.mean[order, 0], prediction.total[order, 0].sqrt()
+mean, deviation = prediction.mean[order, 0], prediction.total_uncertainty[order, 0].sqrt()
 figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
 axes.fill_between(range(len(mean)), mean - 1.64 * deviation, mean + 1.64 * deviation, alpha=0.3)
 axes.plot(mean, label="mean, 90 % interval")

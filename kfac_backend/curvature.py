@@ -144,13 +144,13 @@ class CurvaturePass:
         kfac_approx: KfacApprox | None = None,
         fisher: str | None = None,
         mc_samples: int | None = None,
-        proves_again: bool = True,
+        repeat_proof: bool = True,
     ) -> KroneckerFactors:
         """The factors of some data at the model's present parameters; see `kronecker_factors`.
 
         A pass that is used again proves again, on two examples, only what other values of the
         parameters can change, as long as the model's structure is the same. Without
-        ``proves_again`` it proves nothing then, for passes whose numbers a later one replaces that
+        ``repeat_proof`` it proves nothing then, for passes whose numbers a later one replaces that
         proves all. ``likelihood`` is the same with other options, such as noises; the options
         ``kfac_approx``, ``fisher`` and ``mc_samples`` say that another matrix is computed, of which
         the same proof holds. All of these hold from now on.
@@ -163,7 +163,7 @@ class CurvaturePass:
         if changes:
             driver.options = driver.options.replace(**changes)
             driver.fisher = driver.options.make_fisher()
-        stays = not proves_again and driver.proof.is_of_this_structure()
+        stays = not repeat_proof and driver.proof.is_of_this_structure()
         if not stays and not driver.proof.renew():
             assignment = assign_rules(driver.model, driver.options.unsupported)
             driver.proof = Proof(driver.model, assignment)

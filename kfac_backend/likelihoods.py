@@ -542,13 +542,15 @@ class NoisyClassification(_Softmax):
         """The loss −log q_y, w_y times; 0 where y is `IGNORED`."""
         counts = y != IGNORED
         label = y.long().where(counts, 0)[..., None]
-        log_q = self.recorded(torch.log_softmax(f, -1)).gather(-1, label)
+        log_q = self.observed_log_probabilities(torch.log_softmax(f, -1)).gather(-1, label)
         if self.weights is not None:
             log_q = log_q * f.new_tensor(self.weights)[label]
         return -log_q.where(counts[..., None], 0.0)
 
-    def recorded(self, log_p: Float[Tensor, "*terms C"]) -> Float[Tensor, "*terms C"]:
-        """Log q, of the label as it would be recorded, from log p of the true class."""
+    def observed_log_probabilities(
+        self, log_p: Float[Tensor, "*terms C"]
+    ) -> Float[Tensor, "*terms C"]:
+        """Log q, of the label as it would be observed, from log p of the true class."""
         return with_label_noise(log_p, self.parameters["noise"].to(log_p), log_p.shape[-1])
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:

@@ -268,8 +268,8 @@ class PassSums:
     def kinds(self) -> dict[str, Any]:
         """What the proof on each rank's data has decided, by the names that errors use."""
         slots = {name: [sums.slot for sums in layers] for name, layers in self.blocks.items()}
-        of_blocks = [F for name in self.blocks for F in self.factors(name)]
-        shapes = [(tuple(t.shape), t.dtype) for t in (*of_blocks, *self.others.values())]
+        block_factors = [F for name in self.blocks for F in self.factors(name)]
+        shapes = [(tuple(t.shape), t.dtype) for t in (*block_factors, *self.others.values())]
         return {
             "the layers of each factor": slots,
             "the factors' shapes and dtypes": shapes,

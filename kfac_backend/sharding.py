@@ -55,8 +55,12 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def local_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """`local_part` of each, without a call for each, which small steps would notice."""
-    values = [p.detach() for p in parameters]
+    """`local_part` of each; within ``no_grad``, whole parameters are returned as they are.
+
+    Small steps would notice a call for each.
+    """
+    is_detached = torch.is_grad_enabled()
+    values = [p.detach() for p in parameters] if is_detached else parameters
     return [v.to_local() if hasattr(v, "to_local") else v for v in values]  # pyright: ignore
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Adam, Optimizer
@@ -15,7 +15,7 @@ from kfac_backend.ranks import Ranks
 from marglik.laplace import Laplace, ParametricLaplace, fisher_of_backend
 from marglik.loaders import count_on_ranks
 from marglik.posterior.jacobian_ggn import Structure
-from marglik.posterior.prior import PriorStructure, precision_to_weight_decay
+from marglik.posterior.prior import precision_to_weight_decay
 from marglik.training.decay_policy import WEIGHT_DECAY
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining, ranks_of
@@ -147,7 +147,7 @@ def marglik_training(
         likelihood,
         curvature,
         weight_decay=weight_decay,
-        structure=cast(PriorStructure, prior_structure),
+        structure="scalar" if prior_structure == "scalar" else "per_tensor",
         lr=lr_hyp,
         temperature=temperature,
         sigma_noise=sigma_noise_init if has_sigma else 1.0,
@@ -181,6 +181,7 @@ def marglik_training(
         enable_backprop=enable_backprop,
     )
     laplace.restore(posterior.fitted_curvature(), posterior.sample_size)
+    laplace.fingerprints = posterior.fingerprints
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
     return laplace, model, [-evidence for evidence in result.evidences], losses

@@ -314,7 +314,8 @@ class MarglikRegressor(RegressorMixin, Estimator):
         mean = self.target_scaler_.inverse_transform(prediction.mean.numpy())[:, 0]
         if not return_std:
             return mean
-        return mean, prediction.total[:, 0].sqrt().numpy() * self.target_scaler_.scale_[0]
+        std = prediction.total_uncertainty[:, 0].sqrt().numpy()
+        return mean, std * self.target_scaler_.scale_[0]
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """Return ends (N,) of central intervals that contain new targets with this probability."""

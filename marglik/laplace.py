@@ -59,7 +59,7 @@ LinkApprox = Literal["probit", "mc", "bridge", "bridge_norm"]
 FeatureReduction = Literal["pick_first", "pick_last", "average"]
 SAVED = (
     *("prior_precision", "prior_mean", "sigma_noise", "temperature"),
-    *("mean", "indices", "structure", "sample_size"),
+    *("mean", "indices", "structure", "sample_size", "fingerprints"),
 )
 """Attributes in a state, in addition to the fit and the parameters' names."""
 NO_EFFECT = {"damping": False, "asdl_fisher_kwargs": None}
@@ -202,7 +202,7 @@ class ParametricLaplace(Posterior):
 
     subset: ClassVar[Subset] = "all"
     hessian_structure: ClassVar[Structure] = "kron"
-    adds_at_other_weights = True
+    _adds_at_other_weights = True
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ class ParametricLaplace(Posterior):
         return self._delta_each().to(self._wide_dtype)
 
     def _delta_each(self) -> Tensor:
-        delta = self.of_blocks(self.prior_precision)
+        delta = self.precision_per_block(self.prior_precision)
         if self.structure != "kron":
             return delta
         return delta.repeat_interleave(torch.tensor(self._sizes, device=self._device))
@@ -384,7 +384,7 @@ class ParametricLaplace(Posterior):
     def scatter(self) -> Tensor:
         """(θ* − prior mean)ᵀ P₀ (θ* − prior mean), without constant entries."""
         norms = self.evidence_terms.squared_norms
-        return (self.of_blocks(self.prior_precision) * norms).sum()
+        return (self.precision_per_block(self.prior_precision) * norms).sum()
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
@@ -738,6 +738,7 @@ class ParametricLaplace(Posterior):
         form = KroneckerFactors if self.structure == "kron" else JacobianGGN
         curvature = form.from_state_dict(state["fit"]).to(self._device)
         self.restore(curvature, state["sample_size"])
+        self.fingerprints = state["fingerprints"]
         for name in ("prior_precision", "prior_mean", "sigma_noise", "temperature"):
             setattr(self, name, state[name])
 
@@ -768,7 +769,7 @@ class LLLaplace(ParametricLaplace):
     """Laplace approximation of the last layer."""
 
     subset = "last_layer"
-    adds_at_other_weights = False  # the sum would be of different features
+    _adds_at_other_weights = False  # the sum would be of different features
 
 
 class FullLLLaplace(LLLaplace):
@@ -791,7 +792,7 @@ class SubnetLaplace(ParametricLaplace):
     """Laplace approximation of a subnetwork."""
 
     subset = "subnetwork"
-    adds_at_other_weights = False
+    _adds_at_other_weights = False
 
     @property
     def n_params_subnet(self) -> int:

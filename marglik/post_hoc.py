@@ -42,7 +42,7 @@ class PriorFit:
 
 def maximize_evidence(
     laplace: Posterior,
-    structure: PriorStructure | Mapping[str, str] = "layerwise",
+    structure: PriorStructure | Mapping[str, str] = "per_tensor",
     *,
     learn_sigma_noise: bool = True,
 ) -> PriorFit:
@@ -72,7 +72,7 @@ def maximize_evidence(
         )
     groups, terms = PriorGroups.from_model(laplace.model, structure), laplace.evidence_terms
     # A group starts at the geometric mean of its tensors.
-    logs = laplace.of_blocks(laplace.prior_precision.double()).log()
+    logs = laplace.precision_per_block(laplace.prior_precision.double()).log()
     sums, numbers = (terms.sum_over_blocks(v, groups.index) for v in (logs, torch.ones_like(logs)))
     initial = (sums / numbers.clamp(min=1)).tolist()
     learns_noise = learn_sigma_noise and laplace.likelihood.has_sigma
@@ -84,8 +84,8 @@ def maximize_evidence(
     @torch.enable_grad()
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, device=logs.device, requires_grad=True)
-        of_tensors = groups.of_tensors(v[: len(groups.names)].exp())
-        delta = laplace.of_blocks(laplace.of_tensors(of_tensors))
+        deltas = groups.per_tensor(v[: len(groups.names)].exp())
+        delta = laplace.precision_per_block(laplace.precision_per_tensor(deltas))
         sigma = v[-1].exp() if learns_noise else laplace.sigma_noise
         value = -terms.log_marginal_likelihood(delta, sigma, laplace.temperature)
         (gradient,) = torch.autograd.grad(value, v)
@@ -103,7 +103,7 @@ def maximize_evidence(
         )
     values = torch.tensor(minimum.x, device=logs.device).exp()
     delta = values[: len(groups.names)]
-    laplace.prior_precision = laplace.of_tensors(groups.of_tensors(delta))
+    laplace.prior_precision = laplace.precision_per_tensor(groups.per_tensor(delta))
     if learns_noise:
         laplace.sigma_noise = values[-1]
     return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -minimum.fun)

@@ -3,8 +3,10 @@
 - ``posterior.safetensors``: the Kronecker factors; corrected eigenvalues with their eigenbasis.
 - ``model.safetensors``: the network's parameters and buffers; for a network on a frozen base, as
   with LoRA, without the base.
+- ``fingerprints.safetensors``: a number of 64 bits for each example of the fit, by which
+  `calibrate` recognises training data; missing where the inputs have no tensors.
 - ``posterior.json``: hyperparameters, how to build the network, what data it was fitted to, and
-  SHA-256 sums of all three files. It is written last: if it exists, the others are complete.
+  SHA-256 sums of all files. It is written last: if it exists, the others are complete.
 """
 
 import json
@@ -33,6 +35,7 @@ from marglik.storage.model_state import (
 from marglik.storage.provenance import environment
 from marglik.storage.run_folder import (
     FACTORS,
+    FINGERPRINTS,
     MODEL,
     POSTERIOR,
     read_posterior,
@@ -108,6 +111,10 @@ def save_posterior(
     (folder / POSTERIOR).unlink(missing_ok=True)
     sums = {FACTORS: _renamed(factors, _plain).save(folder / FACTORS)}
     sums[MODEL] = write_tensors(folder / MODEL, state)
+    (folder / FINGERPRINTS).unlink(missing_ok=True)
+    if laplace.fingerprints is not None:
+        numbers = {"fingerprints": laplace.fingerprints}
+        sums[FINGERPRINTS] = write_tensors(folder / FINGERPRINTS, numbers)
     return write_record(folder / POSTERIOR, record, sums)
 
 
@@ -177,6 +184,8 @@ def load_posterior(
         laplace = _laplace(model, record["likelihood"], subset, [*delta], numbers)
     laplace.restore(factors, record["sample_size"])
     laplace.calibrations = record["calibrations"]
+    if (path := Path(folder) / FINGERPRINTS).exists():
+        laplace.fingerprints = read_tensors(path, kind="fingerprints")[0]["fingerprints"]
     return laplace
 
 

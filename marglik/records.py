@@ -69,7 +69,7 @@ class Metrics(Generic[T]):
     """
 
     nll: T | None = _metric("Negative log-likelihood", "NLL", "nats per example", "lower")
-    nll_recorded_labels: T | None = _metric(
+    nll_observed_labels: T | None = _metric(
         "... of labels as wrong as in training", "", "nats", "lower"
     )
     nll_true_class: T | None = _metric("... of the true class", "", "nats", "lower")
@@ -237,7 +237,7 @@ class CalibrationRecord:
     """The fields of the temperature-scaled MAP's calibration."""
     nll: float
     nll_uncalibrated: float
-    nll_scaled_map: float
+    nll_temperature_scaled: float
     nll_map: float
     num_terms: int
 

@@ -187,7 +187,7 @@ def numbers(name: str, mode: KfacApprox) -> dict[str, list[float]]:
     found["log det"] = [factors.log_det(0.7).item()]
     laplace = Posterior(model, likelihood, CurvatureOptions(kfac_approx=mode), prior_precision=2.0)
     laplace.fit(data)
-    hyper = Hyperparameters(PriorGroups.from_model(model, "layerwise"), 2.0, method="adam", lr=0.1)
+    hyper = Hyperparameters(PriorGroups.from_model(model, "per_tensor"), 2.0, method="adam", lr=0.1)
     found["evidences"] = hyper.update(laplace.evidence_terms, 3, laplace.temperature)
     laplace.prior_precision = hyper.prior_precision
     found["prior precisions"] = fingerprint(hyper.prior_precision)

@@ -112,7 +112,7 @@ def factors_again() -> Callable[[], object]:
 
     curvature = CurvaturePass(network(), "classification")
     curvature.factors_of([BATCH])
-    return lambda: curvature.factors_of([BATCH], proves_again=False)
+    return lambda: curvature.factors_of([BATCH], repeat_proof=False)
 
 
 def kfac_step() -> Callable[[], object]:

@@ -107,9 +107,21 @@ def steps_to_target(study, problem, reference, method):
 
 graph = partial(steps_to_target, "graph_network_training", "nci1", "nesterov")
 images = partial(steps_to_target, "vision_transformer_training", "cifar10", "nadamw")
-every_step = partial(
-    steps_to_target, "vision_transformer_every_step", "cifar10_every_step", "nadamw"
-)
+
+
+def every_step(method):
+    """Number of seeds that reach the target, last accuracy, target, and time of a step."""
+    folder = "vision_transformer_every_step/cifar10_every_step"
+    target = target_of(result(f"{folder}_nadamw_seeds"))
+    curves = result(f"{folder}_{method}_seeds")["curves"]
+    reached = sum(settled_at(c, "accuracy", target) is not None for c in curves)
+    seconds = result(f"{folder}_nadamw_timing")["step_seconds"]
+    return (
+        f"{reached} of {len(curves)}",
+        mean_with_error([c["accuracy"][-1] for c in curves], "{:.4f}"),
+        f"{target:.4f}",
+        f"{seconds[method]['median'] / seconds['nadamw']['median']:.2f}",
+    )
 
 
 def chosen(name):
@@ -189,6 +201,7 @@ def numbers():
     accuracy = of_table2("accuracy", "plain", 100), of_table2("accuracy", "augmented", 100)
     e, r = graph("expand"), graph("reduce")
     c, E, R = graph("nesterov short"), images("expand"), images("reduce")
+    x, z = every_step("expand"), every_step("reduce")
     last, first = ("block 2, query", "block 1, query")
     return {
         "Figure 1": [f"{worst['expand']:.0e}", median_error(LINEAR, "expand", layers[0], "reduce")],
@@ -213,14 +226,23 @@ def numbers():
             f"{step(2048, 'reduce'):.2f} s and {step(1024, 'expand'):.2f} s"
         ],
         "Section 4.1: the same on a GPU": [f"{100 * min(gpt):.0f} % to {100 * max(gpt):.0f} %"],
+        "Abstract: both modes": [
+            f"ViT {E[2]} (expand) and {R[2]} (reduce)",
+            f"graph network {e[2]} ({e[0]} seeds) and {r[2]}",
+        ],
         "Figure 3, expand": [f"{e[2]} ({e[1]}), reached by {e[0]}"],
         "Figure 3, reduce": [f"{r[2]} ({r[1]}), reached by {r[0]}"],
-        "Figure 3: time": [f"{e[3]} and {r[3]}"],
+        "Figure 3: the share": [f"{e[3]} and {r[3]}"],
         "Section 4.2: runs with reduce": [f"± {e[1].split()[-1]} and ± {r[1].split()[-1]}"],
         "Section 4: the control of figure 3": [f"{c[2]} ({c[1]}), reached by {c[0]}"],
+        "Figure 5, steps": [
+            f"reached by {x[0]} seeds with expand and by {z[0]} with reduce",
+            f"last accuracy {x[1]} and {z[1]}, the target is {x[2]}",
+        ],
+        "Figure 5, time": [f"a step takes {x[3]} (expand) and {z[3]} (reduce) times"],
         "Figure 4, expand": [f"{E[2]} ({E[1]}), reached by {E[0]}"],
         "Figure 4, reduce": [f"{R[2]} ({R[1]}), reached by {R[0]}"],
-        "Figure 4: time": [f"{E[3]} and {R[3]}"],
+        "Figure 4: both": [f"{E[3]} and {R[3]}"],
         "Section 4.3": [f"{vit[0]:.2f} times at 32 images, {vit[1]:.2f} times at 128"],
         "Table 2: expand has": [
             f"{nll[0]:.3f} and {nll[1]:.3f}",

@@ -133,7 +133,7 @@ def wrong_labels(p: Tensor, y: Tensor, true: Tensor, scores: dict[str, float]) -
 
     Args:
         p: the network's mean predictions in training (N, C).
-        y: the labels as recorded.
+        y: the observed labels.
         true: the right ones.
         scores: of the network, with its calibration.
     """

@@ -200,7 +200,7 @@ def rows_of(posterior: Posterior, held_out: Iterable[Any], samples: int) -> dict
     mc = PredictiveConfig("mc", samples=samples, layers="all")
     fits = {
         config.layers: remembered_calibration(posterior, config)
-        or calibrate(posterior, held_out, config).fit
+        or calibrate(posterior, held_out, config).calibration_fit
         for config in (mc, replace(mc, layers="last"))
     }
     return {

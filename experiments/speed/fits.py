@@ -91,7 +91,7 @@ def contenders(config: Config) -> dict[str, Work]:
             work[f"{OURS}, {kind}"] = fit
             proved = CurvaturePass(new(), "classification", **options)
             proved.add(x[:4], y[:4])
-            work[f"{PROVED}, {kind}"] = partial(proved.factors_of, data, proves_again=False)
+            work[f"{PROVED}, {kind}"] = partial(proved.factors_of, data, repeat_proof=False)
             for name, backend in PEERS.items():
                 if name != "asdl" or mode == "expand":
                     model = without_batch_norm(new())

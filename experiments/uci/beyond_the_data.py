@@ -97,7 +97,7 @@ def network_predictions(
     }
     predictions = {key: predict(x_test / x.std()) for key, predict in predictives.items()}
     return {
-        key: (prediction.mean * scale + center, prediction.total * scale**2)
+        key: (prediction.mean * scale + center, prediction.total_uncertainty * scale**2)
         for key, prediction in predictions.items()
     }
 

@@ -95,7 +95,7 @@ def run_split(config: Config, k: int) -> Result:
         assert learner.posterior is not None
         prediction = laplace_predictive(learner.posterior)(x_test)
         seconds = time.process_time() - start
-        gaussian = Gaussian(prediction.mean, prediction.total, seconds, 1)
+        gaussian = Gaussian(prediction.mean, prediction.total_uncertainty, seconds, 1)
         result["methods"][method] = metrics_of(gaussian, splits, y_test)
         result["learned"][method] = {
             "likelihood": str(learner.likelihood),

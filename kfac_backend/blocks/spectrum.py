@@ -51,7 +51,7 @@ class Spectra:
             (products_of(B, A),) if A is None or B.dim() > 1 else (B, A) for B, A in of_factors
         ]
         grids = _spread_all([own for of_block in values for own in of_block])
-        starts, of_blocks = [], []
+        starts, block_weights = [], []
         for of_block in values:
             start, weights = next(grids)
             if len(of_block) == 2:
@@ -63,13 +63,13 @@ class Spectra:
                 start += start_A
                 weights = F.conv1d(padded[None, None], of_A.flip(0)[None, None]).flatten()
             starts.append(start)
-            of_blocks.append(weights)
-        M = max(map(len, of_blocks))
-        device = of_blocks[0].device
+            block_weights.append(weights)
+        M = max(map(len, block_weights))
+        device = block_weights[0].device
         steps = torch.arange(M, device=device)
         return cls(
             (torch.tensor(starts, device=device)[:, None] + steps) * STEP,
-            torch.stack([F.pad(weights, (0, M - len(weights))) for weights in of_blocks]),
+            torch.stack([F.pad(weights, (0, M - len(weights))) for weights in block_weights]),
             torch.stack([torch.stack([own.max() for own in part]).prod() for part in values]),
         )
 

@@ -79,7 +79,8 @@ class KFAC(Optimizer):
         options: options of the preconditioner; see `PreconditionerOptions`.
         curvature: options of the factors; see `CurvatureOptions`.
         exclude: names of parameters, or patterns of them, that are trained without preconditioning.
-        mean_over: "terms", as in torch's losses, or "examples", whose several terms are summed.
+        loss_mean_over: "terms", as in torch's losses, or "examples", whose several terms are
+            summed.
         seed: the seed of the labels that fisher="mc" draws.
         process_group: the ranks that each have a part of a step's data; see `KfacPreconditioner`.
         keywords: single options that override fields of ``options`` and ``curvature``:
@@ -107,7 +108,7 @@ class KFAC(Optimizer):
         options: PreconditionerOptions = PreconditionerOptions(),  # noqa: B008
         curvature: CurvatureOptions = CurvatureOptions(kfac_approx="expand", fisher="mc"),  # noqa: B008
         exclude: Sequence[str] = (),
-        mean_over: MeanOver = "terms",
+        loss_mean_over: MeanOver = "terms",
         seed: int = 0,
         process_group: ProcessGroupOption = "default",
         **keywords: Any,
@@ -137,7 +138,7 @@ class KFAC(Optimizer):
             curvature,
             params=_parameters(self.base),
             exclude=exclude,
-            mean_over=mean_over,
+            loss_mean_over=loss_mean_over,
             seed=seed,
             process_group=process_group,
         )
@@ -356,7 +357,7 @@ def _check_group(group: Any) -> None:
     ours = [
         f.name for options in (PreconditionerOptions, CurvatureOptions) for f in fields(options)
     ]
-    wrong = [n for n in (*ours, "exclude", "mean_over", "seed", "process_group") if n in group]
+    wrong = [n for n in (*ours, "exclude", "loss_mean_over", "seed", "process_group") if n in group]
     if wrong:
         raise ValueError(
             f"A group has {', '.join(map(repr, wrong))}, which K-FAC only supports for all groups "

@@ -35,11 +35,11 @@ class LossCheck:
 
     Args:
         task: of the curvature, whose targets then may be such that do not count.
-        mean_over: what the loss should be a mean over.
+        loss_mean_over: what the loss should be a mean over.
     """
 
-    def __init__(self, task: Task, mean_over: MeanOver) -> None:
-        self._task, self.mean_over = task, mean_over
+    def __init__(self, task: Task, loss_mean_over: MeanOver) -> None:
+        self._task, self.loss_mean_over = task, loss_mean_over
         task.may_ignore = True
         self._checked_shape: torch.Size | None = None  # of one example's outputs
         self._is_compared = False  # whether the loss was found to be the likelihood's, or not
@@ -81,7 +81,7 @@ class LossCheck:
         if not self._is_compared:
             if likelihood.kind == "classes":
                 check_axis(f, g)
-            why = why_not(f, g, likelihood, self.mean_over == "examples")
+            why = why_not(f, g, likelihood, self.loss_mean_over == "examples")
             self._is_compared = why is not None
             if why:
                 warnings.warn(why, stacklevel=3)

@@ -125,10 +125,10 @@ class KfacPreconditioner:
         optimizer.zero_grad()
     ```
 
-    The loss must be a mean of −log p(y|f) (``mean_over``), plus any further terms. Another constant
-    factor of the loss changes only the meaning of λ. With fisher="empirical" it also changes the
-    factors, by its square. With gradient accumulation call `step` after the last backward pass: the
-    curvature uses all batches since the last step.
+    The loss must be a mean of −log p(y|f) (``loss_mean_over``), plus any further terms. Another
+    constant factor of the loss changes only the meaning of λ. With fisher="empirical" it also
+    changes the factors, by its square. With gradient accumulation call `step` after the last
+    backward pass: the curvature uses all batches since the last step.
 
     In a step with new factors (``factor_every``) the training's own forward pass provides the
     layers' inputs. Before the training's backward pass the vectors of the curvature are propagated
@@ -162,7 +162,8 @@ class KfacPreconditioner:
         params: the parameters of this optimiser, if not all of the model. The gradients of all
             others are unchanged, and do not count in ``kl_clip``.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
-        mean_over: "terms", as in torch's losses, or "examples", whose several terms are summed.
+        loss_mean_over: "terms", as in torch's losses, or "examples", whose several terms are
+            summed.
         seed: the seed of the labels that fisher="mc" draws. It must be the same on all ranks, each
             of which draws its own labels from it.
         process_group: the ranks of `torch.distributed` that each have a part of a step's data and
@@ -195,13 +196,13 @@ class KfacPreconditioner:
         *,
         params: Iterable[nn.Parameter] | None = None,
         exclude: Sequence[str] = (),
-        mean_over: MeanOver = "terms",
+        loss_mean_over: MeanOver = "terms",
         seed: int = 0,
         process_group: ProcessGroupOption = "default",
         **keywords: Any,
     ) -> None:
         check_module(model)
-        check_option("mean_over", mean_over, MeanOver)
+        check_option("loss_mean_over", loss_mean_over, MeanOver)
         options, curvature = with_keywords(KfacPreconditioner, options, curvature, keywords)
         self.options = options
         """How factors become a preconditioner."""
@@ -221,7 +222,7 @@ class KfacPreconditioner:
             curvature,
             self._generator,
             preconditioned,
-            mean_over,
+            loss_mean_over,
             process_group,
         )
         self.ranks = self._pass.driver.ranks
@@ -237,7 +238,7 @@ class KfacPreconditioner:
         self._constants: dict[str, tuple[int, int]] = {}  # parameter -> `KroneckerBlock.constants`
         self._options_made_with = {
             "the likelihood": str(likelihood),
-            "mean_over": mean_over,
+            "loss_mean_over": loss_mean_over,
             "damping_on": options.damping_on,
             **{f.name: repr(getattr(curvature, f.name)) for f in fields(curvature) if f.repr},
         }
@@ -307,9 +308,9 @@ class KfacPreconditioner:
         # Factors first, since inverses that are due in the same step are made from them.
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
-            of_blocks = {name: block.constants for name, block in self._blocks.items()}
+            constants = {name: block.constants for name, block in self._blocks.items()}
             self._constants |= {
-                name: entries for name, entries in of_blocks.items() if any(entries)
+                name: entries for name, entries in constants.items() if any(entries)
             }
         if self._step % options.update_every == 0 or self._blocks.keys() - self._owners.keys():
             self._inverses = self._new_inverses()

@@ -85,7 +85,7 @@ class TrainingPass:
         options: CurvatureOptions,
         generator: torch.Generator,
         parameters: Mapping[str, nn.Parameter] | None = None,
-        mean_over: MeanOver = "terms",
+        loss_mean_over: MeanOver = "terms",
         process_group: ProcessGroupOption = "default",
     ) -> None:
         parameters = dict(model.named_parameters() if parameters is None else parameters)
@@ -108,7 +108,7 @@ class TrainingPass:
             assignment=self.trained.assign(),
             sink=FactorSums(options, in_training=True),
         )
-        self._loss = LossCheck(self.driver.task, mean_over)
+        self._loss = LossCheck(self.driver.task, loss_mean_over)
         check_memory(self.driver.proof.assignment, options, self.driver.device)
         self.covered = self.trained.assigned
         """The parameters that were trained when factors were last made."""
@@ -181,7 +181,9 @@ class TrainingPass:
                 "gradients, and loss.backward(). A copy or a module compiled from it does not "
                 "work. Two K-FACs of one model also do not work: give one K-FAC all parameters."
             )
-        number = max(sums.num_loss_terms if self._loss.mean_over == "terms" else sums.num_data, 1)
+        number = max(
+            sums.num_loss_terms if self._loss.loss_mean_over == "terms" else sums.num_data, 1
+        )
         # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
         # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
         # and its gradients are too large by the number of ranks, for the mean over all.

@@ -90,7 +90,8 @@ class MarginalLikelihood(TrainerCallback):
         held_out: held-out batches, from which "noisy_classification" learns the share of wrong
             labels; None estimates it from the training labels. The trainer must compute this
             likelihood's loss; `attached` sets it to `loss`.
-        options: further arguments of `PriorLearner`; for language models use mean_over="terms".
+        options: further arguments of `PriorLearner`; for language models use
+            loss_mean_over="terms".
 
     Raises:
         ValueError: an option is not supported; or, when training starts, the optimiser has a weight

@@ -84,7 +84,8 @@ class EvidenceTerms:
         """The Laplace evidence (nats, a sum over the data), differentiable in its arguments.
 
         Args:
-            delta: δ > 0 of each block (B,), see `Posterior.of_blocks`; includes N, see `prior`.
+            delta: δ > 0 of each block (B,), which includes N; see `Posterior.precision_per_block`
+                and `prior`.
             sigma_noise: σ > 0; 1 unless the likelihood is regression.
             temperature: T > 0.
 
@@ -149,8 +150,8 @@ def derivatives_in_factors(
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
     r = 1 / (torch.as_tensor(sigma_noise, dtype=torch.float64).square() * temperature).item()
     derivatives = {}
-    of_blocks = decompose(factors.blocks.values(), ranks, device)
-    for name, eigen, d in zip(factors.blocks, of_blocks, delta.tolist(), strict=True):
+    eigen_blocks = decompose(factors.blocks.values(), ranks, device)
+    for name, eigen, d in zip(factors.blocks, eigen_blocks, delta.tolist(), strict=True):
         beta, alpha = eigen.beta.double(), None if eigen.alpha is None else eigen.alpha.double()
         if alpha is None or eigen.Q_A is None:
             derivatives[name] = BlockDerivative(_in_basis(eigen.Q_B, -0.5 * r / (r * beta + d)))

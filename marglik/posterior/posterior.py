@@ -40,6 +40,7 @@ from kfac_backend.ranks import ProcessGroupOption, Ranks
 from kfac_backend.sharding import check_whole, is_sharded, local_part, squared_norms
 from marglik.eval_mode import eval_mode
 from marglik.posterior.evidence import EvidenceTerms
+from marglik.posterior.fingerprints import FingerprintedBatches, concatenated
 from marglik.posterior.fitted_weights import FittedWeights, trainable_parameters
 from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, jacobian_ggn
 from marglik.posterior.jacobians import JacobianCovariance, parameter_vector
@@ -99,7 +100,7 @@ class Posterior:
         TypeError: a keyword is not an option.
     """
 
-    adds_at_other_weights: ClassVar[bool] = False
+    _adds_at_other_weights: ClassVar[bool] = False
     """Whether ``fit(override=False)`` after more training adds the curvature at the new weights."""
 
     def __init__(
@@ -160,6 +161,9 @@ class Posterior:
         self.sample_size: int | None = None
         """M, the number of examples if `fit` used a random sample of the data; None for all
         data."""
+        self.fingerprints: Tensor | None = None
+        """Fingerprints of the fit's examples, see `marglik.posterior.fingerprints`; None
+        without."""
         self.curvature_pass: CurvaturePass | None = None
         """The pass over data that a later fit (or another posterior of the model) uses again: what
         is proved of the model need not be proved anew. See `CurvaturePass.factors_of`."""
@@ -363,14 +367,15 @@ class Posterior:
                 "eigenvalues belong to the former ones. Fit all data at once, or pass "
                 "corrected=False."
             )
-        if adds and not self.adds_at_other_weights:
+        if adds and not self._adds_at_other_weights:
             self.check_weights()
         if corrected:
             check_read_twice(train_loader)
         # A sample's numbers are an estimate, which a pass over all data replaces in the end.
-        proves_again = stands_for is None
+        repeat_proof, former = stands_for is None, self.fingerprints if adds else None
         with eval_mode(self.model):
-            curvature = self._curvature_of(train_loader, progress_bar, proves_again)
+            batches = FingerprintedBatches(train_loader, self.model, self.options)
+            curvature = self._curvature_of(batches, progress_bar, repeat_proof)
             if corrected:
                 curvature = corrected_factors(
                     curvature,
@@ -389,7 +394,9 @@ class Posterior:
             # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
             # for the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
+        parts = self.ranks.gather(batches.collected())
         self._take(curvature, None if stands_for is None else num_seen)
+        self.fingerprints = concatenated([former, *parts] if adds else parts)
 
     def gather(self) -> None:
         """Bring all factors to all ranks; collective.
@@ -402,7 +409,7 @@ class Posterior:
             # The same factors, elsewhere: what was computed from them stays.
             self._version = [block.version for block in self._curvature.blocks.values()]
 
-    def _curvature_of(self, data: Iterable[Any], progress: bool, proves_again: bool) -> Any:
+    def _curvature_of(self, data: Iterable[Any], progress: bool, repeat_proof: bool) -> Any:
         if self.structure != "kron":
             return jacobian_ggn(
                 self.model,
@@ -433,10 +440,10 @@ class Posterior:
                 process_group=self.ranks.process_group,
             )
         return curvature_pass.factors_of(
-            data, progress, self._likelihood, proves_again=proves_again, **matrix
+            data, progress, self._likelihood, repeat_proof=repeat_proof, **matrix
         )
 
-    def prove_again(self) -> None:
+    def request_proof(self) -> None:
         """Let the next pass prove what it relies on anew, and of its first batch."""
         if self.curvature_pass is not None:
             self.curvature_pass.driver.proof.renew()
@@ -483,7 +490,7 @@ class Posterior:
     def _take(self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None) -> None:
         """Make this the curvature at the model's parameters, for which it is known to be right."""
         self._take_weights(curvature)
-        self.sample_size = sample_size
+        self.sample_size, self.fingerprints = sample_size, None
         self._likelihood = curvature.likelihood  # with the fit's numbers
         self._curvature, self._calibrations = curvature, ({}, ())
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
@@ -630,7 +637,7 @@ class Posterior:
             )
         return self._terms
 
-    def of_blocks(self, delta: Tensor) -> Tensor:
+    def precision_per_block(self, delta: Tensor) -> Tensor:
         """δ as `evidence_terms` takes it, in float64: from Jacobians one per parameter.
 
         Of a subnetwork with as many parameters as tensors, δ is one per parameter.
@@ -646,7 +653,7 @@ class Posterior:
             return each.index_put((self.indices.to(self._device),), delta)[indices]
         return delta.expand(self.n_layers)[self._tensor_of(indices)]
 
-    def of_tensors(self, delta: Tensor) -> Tensor:
+    def precision_per_tensor(self, delta: Tensor) -> Tensor:
         """δ of each tensor as `prior_precision` takes it, which may count parameters instead."""
         is_ambiguous = self.n_layers in (len(self.indices), self.n_params)
         if self.structure == "kron" or not is_ambiguous:
@@ -692,7 +699,7 @@ class Posterior:
         # float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
-        delta = self.of_blocks(torch.as_tensor(delta, dtype=torch.float64))
+        delta = self.precision_per_block(torch.as_tensor(delta, dtype=torch.float64))
         sigma = torch.as_tensor(sigma, dtype=torch.float64).squeeze()
         return terms.log_marginal_likelihood(delta, sigma, self.temperature)
 
@@ -706,7 +713,7 @@ class Posterior:
 
         Each is between 0 and the number of the tensor's parameters; see `EvidenceTerms`.
         """
-        terms, delta = self.evidence_terms, self.of_blocks(self.prior_precision)
+        terms, delta = self.evidence_terms, self.precision_per_block(self.prior_precision)
         gamma = terms.effective_parameters(delta, self.sigma_noise, self.temperature)
         return terms.sum_over_blocks(gamma, range(self.n_layers))
 
@@ -741,7 +748,7 @@ class Posterior:
 
     def _precision_of(self, curvature: JacobianGGN) -> Precision:
         scale = 1 / (self.sigma_noise.double().square() * self.temperature)
-        delta = self.of_blocks(self.prior_precision)
+        delta = self.precision_per_block(self.prior_precision)
         among = torch.isin(self._ggn_indices(), curvature.indices)
         return curvature.precision(delta[among], scale, at_least_float32(self.mean))
 

@@ -23,7 +23,7 @@ from kfac_backend.sharding import local_parts, norms_over_parts, with_local_part
 from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.posterior import Posterior
 
-PriorStructure = Literal["layerwise", "scalar", "kind", "stage"]
+PriorStructure = Literal["per_tensor", "scalar", "per_type", "per_child"]
 UpdateMethod = Literal["adam", "mackay"]
 Number = TypeVar("Number", float, Tensor)
 
@@ -46,6 +46,7 @@ def precision_to_weight_decay(
     return prior_precision * temperature / num_data
 
 
+@torch.no_grad()
 def add_penalty(
     parameters: list[nn.Parameter],
     weight_decays: Sequence[float],
@@ -85,7 +86,8 @@ def add_penalty(
             torch._foreach_add_(*map(list, zip(*summed, strict=True)))
     # A parameter that the loss does not depend on still has its prior.
     for p, gradient in zip(parameters, with_local_parts(parameters, pulls), strict=True):
-        p.grad = gradient
+        if p.grad is not gradient:
+            p.grad = gradient
     if not with_value:
         return None
     norms = norms_over_parts(torch._foreach_norm(values), parameters)
@@ -113,15 +115,15 @@ class PriorGroups:
 
     @classmethod
     def from_model(
-        cls, model: nn.Module, structure: PriorStructure | Mapping[str, str] = "layerwise"
+        cls, model: nn.Module, structure: PriorStructure | Mapping[str, str] = "per_tensor"
     ) -> "PriorGroups":
         """Group the trainable parameters of a model.
 
         Args:
             model: the model.
-            structure: "layerwise", one group per tensor; "scalar", one group for all; "kind",
-                groups for weights, biases and scalars; "stage", one group per top-level child of
-                the model. Or rules, group name -> shell pattern of parameter names ("stage1.*");
+            structure: "per_tensor", one group per tensor; "scalar", one group for all; "per_type",
+                groups for weights, biases and scalars; "per_child", one group per top-level child
+                of the model. Or rules, group name -> shell pattern of parameter names ("stage1.*");
                 the first matching rule applies.
 
         Raises:
@@ -147,18 +149,18 @@ class PriorGroups:
         else:
             check_option("structure", structure, PriorStructure)
             match structure:
-                case "layerwise":
+                case "per_tensor":
                     labels = list(trainable)
                 case "scalar":
                     labels = ["all"] * len(trainable)
-                case "kind":
+                case "per_type":
                     labels = [parameter_kind(p) for p in trainable.values()]
-                case "stage":
+                case "per_child":
                     labels = [name.split(".")[0] for name in trainable]
         names = tuple(dict.fromkeys(labels))
         return cls(names, tuple(map(names.index, labels)))
 
-    def of_tensors(self, values: Tensor) -> Tensor:
+    def per_tensor(self, values: Tensor) -> Tensor:
         """Return values of groups (G,) as one value per tensor, as a posterior needs them."""
         return values[list(self.index)]
 
@@ -343,8 +345,8 @@ class Hyperparameters:
                 self._adam.step()
                 continue
             gamma, norms = (
-                zeros.index_add(0, groups, of_blocks.cpu())
-                for of_blocks in (terms.effective_parameters(delta, sigma, T), terms.squared_norms)
+                zeros.index_add(0, groups, numbers.cpu())
+                for numbers in (terms.effective_parameters(delta, sigma, T), terms.squared_norms)
             )
             fixed_point = gamma / norms.clamp(min=torch.finfo(norms.dtype).tiny)  # no 0/0
             self._log_delta.copy_(fixed_point.clamp(SMALLEST_PRECISION, LARGEST_PRECISION).log())
@@ -419,15 +421,15 @@ def update_prior(
         evidences, state = ranks.gather((evidences, hyperparameters.state_dict()))[0]
         hyperparameters.load_state_dict(state)
     groups, delta = hyperparameters.groups, hyperparameters.prior_precision
-    posterior.prior_precision = groups.of_tensors(delta)
+    posterior.prior_precision = groups.per_tensor(delta)
     posterior.sigma_noise = hyperparameters.sigma_noise
     end = _now(device)
 
     likelihood, factors = posterior.likelihood, posterior.factors
     weight_decay = precision_to_weight_decay(delta, num_data, T)
     names = terms.names
-    of_blocks = posterior.prior_precision.double()[terms.tensors]
-    gamma = terms.effective_parameters(of_blocks, posterior.sigma_noise, T)
+    block_precision = posterior.prior_precision.double()[terms.tensors]
+    gamma = terms.effective_parameters(block_precision, posterior.sigma_noise, T)
     gamma = terms.sum_over_blocks(gamma, range(len(names)))
     record: dict[str, Any] = {
         "evidence_before": evidences[0],

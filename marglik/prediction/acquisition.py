@@ -196,7 +196,7 @@ def _scores_of(
     if isinstance(source, Posterior):
         # Of the label as it is recorded: with label noise it carries less information.
         config = PredictiveConfig(
-            "mc", samples, layers=layers, calibration="none", labels="recorded"
+            "mc", samples, layers=layers, calibration="none", labels="observed"
         ).for_posterior(source)
         if likelihood.name == "regression":
             return lambda x: _information_of_numbers(source, x, config)

@@ -49,10 +49,11 @@ from torch import Tensor
 from kfac_backend.engine.batches import has_no_examples
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import Likelihood, counted_terms, loss_sum
+from kfac_backend.likelihoods import Likelihood, counted_terms
 from kfac_backend.options import TargetOptions, check_option
 from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
+from marglik.posterior.fingerprints import FingerprintedBatches, concatenated, num_in_common
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import (
     Calibration,
@@ -106,9 +107,6 @@ MOST_NUMBERS = 2**24
 """Maximum number of entries in the outputs of all samples, and in all covariances. For a language
 model this leaves some thousand positions, which are sufficient for s and τ."""
 
-SAME_LOSS = 1e-5
-"""Relative difference up to which two sums of float32 losses count as equal."""
-
 Loss = Callable[[Tensor | None, Tensor, Tensor | None], Tensor]
 """Mean NLL at (s, τ or σ, ε); None for s = 0, at which √s has no derivative, and for no ε."""
 
@@ -120,7 +118,8 @@ class CalibratedPredictive(ModelPredictive):
     uncalibrated: Predictive = field(repr=False)
     """The predictive at s = τ = 1. Its epistemic uncertainty scores how unusual inputs are, also if
     calibration selected s = 0 and ``predict`` has no epistemic uncertainty."""
-    fit: CalibrationFit
+    calibration_fit: CalibrationFit
+    """The calibration, with NLLs of the held-out data with and without it."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,8 @@ class HeldOut:
     """The posterior's σ of regression."""
     is_sampled: bool = False
     """Whether the spread contains deviations (M, S, C)."""
+    fingerprints: Tensor | None = None
+    """Fingerprints of the examples, see `marglik.posterior.fingerprints`."""
 
     @staticmethod
     @torch.no_grad()
@@ -195,12 +196,15 @@ class HeldOut:
             return f, spread.flatten(0, -2 if variance_only else -3)
 
         number = None if samples is None else len(samples)
+        read = FingerprintedBatches(batches, model, posterior.options)
         f, spread, y = collected(
-            outputs_and_spread, batches, model, likelihood, posterior.options, number, ranks,
+            outputs_and_spread, read, model, likelihood, posterior.options, number, ranks,
             progress=progress,
         )  # fmt: skip
         sigma, is_sampled = float(posterior.sigma_noise), samples is not None
-        return HeldOut(likelihood, f.to(device), spread.to(device), y.to(device), sigma, is_sampled)
+        tensors = f.to(device), spread.to(device), y.to(device)
+        examples = concatenated(ranks.gather(read.collected()))
+        return HeldOut(likelihood, *tensors, sigma, is_sampled, examples)
 
     def some(self, number: int) -> "HeldOut":
         """Return at most ``number`` of the terms, evenly spaced."""
@@ -326,8 +330,8 @@ def calibrate(
 
     Args:
         posterior: the fitted posterior.
-        batches: validation data (x, y), or mappings. A warning appears if it has the same loss as
-            the data of the fit.
+        batches: validation data (x, y), or mappings. A warning counts the examples that the
+            posterior was fitted to, also if they are a part of the batches.
         config: options of the predictive.
         generator: generator of the samples, on the model's device; None draws the same samples as
             the search.
@@ -368,7 +372,7 @@ def _calibrated(
 
     recipe = _calibrated, (posterior, config, state, fit)
     arguments = vars(predict) | {"predict": at_calibration, "recipe": recipe}
-    return CalibratedPredictive(**arguments, uncalibrated=uncalibrated, fit=fit)
+    return CalibratedPredictive(**arguments, uncalibrated=uncalibrated, calibration_fit=fit)
 
 
 @torch.inference_mode(False)  # gradients are needed, whatever the caller needs
@@ -398,16 +402,17 @@ def calibrations_of(
     config = config.for_posterior(posterior)
     methods = [config.method] if config.method == "linearised" else links
     held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks, links=methods)
-    loss = loss_sum(held_out.f, held_out.targets, held_out.likelihood).item()
-    fitted_loss = posterior.loss.item()
-    if loss and math.isclose(loss, fitted_loss, rel_tol=SAME_LOSS) and ranks.rank == 0:
-        warnings.warn(
-            f"The held-out data has the same loss as the data of the fit, {fitted_loss:.6g}, so "
-            "it seems to be the training data. The network is more confident there than on new "
-            "data. Calibrate with validation data.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    known, others = posterior.fingerprints, held_out.fingerprints
+    if known is not None and others is not None and ranks.rank == 0:
+        number, is_too_many = num_in_common(known, others)
+        if is_too_many:
+            warnings.warn(
+                f"{number} of the {len(others)} held-out examples are training data. The network "
+                "is more confident there than on new data, so the calibration is too confident. "
+                "Calibrate with validation data.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
     if (number := len(held_out.f)) < FEWEST_TERMS and ranks.rank == 0:
         _logger.warning(
             "The calibration uses only %d held-out loss terms, which are too few for a reliable "
@@ -479,7 +484,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         nll=nll(*best),
         nll_uncalibrated=nll(1.0, uncalibrated),
         map_calibration=_calibration(held_out, 0.0, at_map),
-        nll_scaled_map=nll(0.0, at_map),
+        nll_temperature_scaled=nll(0.0, at_map),
         nll_map=nll(0.0, uncalibrated),
         num_terms=len(held_out.f),
     )

@@ -229,7 +229,7 @@ def _of_other_labels(
     other = (1 - noise) * p + drawn if labels == "true" else (p - drawn) / (1 - noise)
     own = other.gather(1, y.long()[:, None]).clamp(min=torch.finfo(p.dtype).tiny)
     nll = -own.log().mean().item()
-    return Metrics(**{"nll_recorded_labels" if labels == "true" else "nll_true_class": nll})
+    return Metrics(**{"nll_observed_labels" if labels == "true" else "nll_true_class": nll})
 
 
 def _with_ood(

@@ -45,13 +45,16 @@ class Prediction:
     """Uncertainty about the parameters: mutual information or variance, shaped as ``aleatoric``."""
 
     @property
-    def total(self) -> Tensor:
-        """The sum of both parts: an entropy, or the variance of a new target."""
+    def total_uncertainty(self) -> Tensor:
+        """The sum of both parts: entropy (nats) of a label, or variance of a numeric target."""
         return self.aleatoric + self.epistemic
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of ``mean`` (not for regression); equals `total` except for link "probit"."""
+        """The entropy of ``mean`` (not for regression).
+
+        It equals `total_uncertainty`, except for the link "probit".
+        """
         entropy = torch.special.entr(self.mean)
         if self.aleatoric.dim() < self.mean.dim():
             return entropy.sum(-1)
@@ -91,7 +94,7 @@ class Calibration:
             the likelihood.
         sigma_noise: σ of regression, which replaces the posterior's; None for other likelihoods.
         label_noise: ε, the share of labels that are random draws from all classes. Predictions of
-            the recorded label include it, predictions of the true class do not.
+            the observed label include it, predictions of the true class do not.
     """
 
     covariance_scale: float = 1.0
@@ -141,7 +144,7 @@ class CalibrationFit:
     """NLL at s = τ = 1, or with the posterior's own σ."""
     map_calibration: Calibration
     """The best calibration with s = 0: the temperature-scaled MAP."""
-    nll_scaled_map: float
+    nll_temperature_scaled: float
     """NLL of the temperature-scaled MAP."""
     nll_map: float
     """NLL of the MAP."""

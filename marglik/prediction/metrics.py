@@ -346,7 +346,7 @@ def _checked(
     """Mean, targets and total variance on the CPU, in float64 (labels in int64)."""
     mean, y = prediction.mean.detach().cpu().double(), targets.detach().cpu()
     kind, is_classes = likelihood.kind, likelihood.kind == "classes"
-    variance = prediction.total.detach().cpu().double()
+    variance = prediction.total_uncertainty.detach().cpu().double()
     y = y.double() if kind == "continuous" else y
     # Numbers may have a noise of their own, which their variances lack so far.
     observed, with_noise, _ = likelihood.observed(

@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 PredictiveMethod = Literal["probit", "mc", "linearised"]
 LayersOption = Literal["auto", "all", "last"]
 CalibrationMethod = Literal["held_out", "none"]
-Labels = Literal["true", "recorded"]
+Labels = Literal["true", "observed"]
 """Kind of the predicted label: the true class, or a label that is wrong as often as the training
 labels."""
 Predictive = Callable[[Any], Prediction]
@@ -140,7 +140,7 @@ class PredictiveConfig:
         batch_size: number of test examples in a batch.
         calibration: calibration of the predictive. held_out scales the covariance and the outputs
             by factors that are fitted to held-out data. none is the plain Laplace predictive.
-        labels: label to predict, and kind of the test labels: true for the true class, or recorded
+        labels: label to predict, and kind of the test labels: true for the true class, or observed
             for a label that is wrong as often as the training labels. They differ if calibration,
             or the likelihood noisy_classification, finds wrong labels.
 
@@ -201,7 +201,7 @@ class PredictiveConfig:
         return self.calibration == "held_out"
 
     def label_noise(self, likelihood: Likelihood, calibration: Calibration | None) -> float:
-        """The ε of the predicted label: the calibration's or likelihood's for recorded labels."""
+        """The ε of the predicted label: the calibration's or likelihood's for observed labels."""
         return 0.0 if self.labels == "true" else label_noise_of(likelihood, calibration)
 
     @property

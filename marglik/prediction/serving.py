@@ -35,8 +35,9 @@ class PredictiveModule(nn.Module):
     """A network and its predictive as one module: inputs -> (mean, variance).
 
     The mean is `Prediction.mean`: class probabilities, or expected targets. For numbers the
-    variance is the variance of a new target, `Prediction.total`. For classes and binary outputs it
-    is the variance of each output (logit), s/τ² J Σ Jᵀ. Both have the shape of `Prediction.mean`.
+    variance is the variance of a new target, `Prediction.total_uncertainty`. For classes and binary
+    outputs it is the variance of each output (logit), s/τ² J Σ Jᵀ. Both have the shape of
+    `Prediction.mean`.
 
     The module is always in eval mode. It contains a copy of the network and shares nothing with it.
     It can be exported by `torch.export` and `torch.onnx`, compiled, moved and cast. In float16 or

@@ -178,7 +178,7 @@ def _held_out(runs: Sequence[Run]) -> list[Table]:
     for run in runs:
         if run.results is None or (fit := run.results.calibration) is None:
             continue
-        values = [fit.nll, fit.nll_uncalibrated, fit.nll_scaled_map, fit.nll_map]
+        values = [fit.nll, fit.nll_uncalibrated, fit.nll_temperature_scaled, fit.nll_map]
         cells = [*(number(value, 4) for value in values), number(fit.num_terms)]
         words = Calibration(**fit.calibration).in_words
         rows.append(Row(run.titled(fit.predictive), cells, detail=words))

@@ -47,11 +47,11 @@ class PriorConfig(Schedule):
     Args:
         weight_decay: initial weight decay of all groups. It corresponds to the prior precision
             weight_decay * N for N training examples.
-        structure: parameters that share a weight decay. layerwise has one weight decay per
-            parameter tensor, scalar a single one, kind one each for weights, biases and scalars,
-            and stage one per top-level child of the model. A mapping of group names to patterns of
-            parameter names defines other groups, such as {convolutions: "stage*.weight", rest:
-            "*"}.
+        structure: parameters that share a weight decay. per_tensor has one weight decay per
+            parameter tensor, scalar a single one, per_type one each for weights, biases and
+            scalars, and per_child one per top-level child of the model. A mapping of group names to
+            patterns of parameter names defines other groups, such as {convolutions:
+            "stage*.weight", rest: "*"}.
         method: method that maximises the evidence in an update. adam takes gradient steps. mackay
             iterates MacKay's fixed point, which needs no step size. fixed makes no updates: it
             keeps weight_decay, and in regression a noise of 1.
@@ -62,7 +62,7 @@ class PriorConfig(Schedule):
     """
 
     weight_decay: float = WEIGHT_DECAY
-    structure: PriorRules = "layerwise"
+    structure: PriorRules = "per_tensor"
     method: PriorMethod = "adam"
     curvature_from: CurvatureFrom = "auto"
 

@@ -32,7 +32,7 @@ def fit(
     checkpoint: str,
     likelihood: str = "classification",
     layers: Layers = "last",
-    structure: PriorRules = "layerwise",
+    structure: PriorRules = "per_tensor",
     curvature: CurvatureConfig = CurvatureConfig(),  # noqa: B008
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
     output: str | None = None,

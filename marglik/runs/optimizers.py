@@ -104,7 +104,7 @@ def build_optimizer(
             params=groups,
             options=PreconditionerOptions(damping=config.damping or DAMPING, damping_on="product"),
             curvature=curvature.replace(fisher="mc", mc_samples=1),
-            mean_over="examples",  # the loop's objective
+            loss_mean_over="examples",  # the loop's objective
             seed=seed,
         )
     if settles:

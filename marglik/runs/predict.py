@@ -82,7 +82,7 @@ def predict_rows(
         prediction = Prediction.cat([predict(part.to(device)).to("cpu") for part in batches])
     except torch.linalg.LinAlgError:  # of a covariance that is not finite
         _refuse_largest(x, laplace.model, encoding, rows)
-    if not all(bool(t.isfinite().all()) for t in (prediction.mean, prediction.total)):
+    if not all(bool(t.isfinite().all()) for t in (prediction.mean, prediction.total_uncertainty)):
         _refuse_largest(x, laplace.model, encoding, rows)
     scale = record["data"].get("target_scale")
     columns = _columns(prediction, laplace.likelihood, encoding, scale)
@@ -173,7 +173,7 @@ def _columns(
         return {"p": prediction.mean[:, 0].tolist()}
     shift, unit = scale or (0.0, 1.0)
     mean = prediction.mean[:, 0].double() * unit + shift
-    std = prediction.total[:, 0].double().sqrt() * unit
+    std = prediction.total_uncertainty[:, 0].double().sqrt() * unit
     columns = {"mean": mean.tolist(), "std": std.tolist()}
     if type(likelihood).cdf is Likelihood.cdf:  # the Gaussian's, which others replace
         half = torch.special.ndtri(torch.tensor((1 + LEVEL) / 2, dtype=torch.float64)) * std

@@ -140,8 +140,8 @@ def _print_calibration(fit: CalibrationRecord | None) -> None:
     _print_paragraph(
         f"{fit.predictive}: calibrated on {fit.num_terms} held-out loss terms: "
         f"{Calibration(**fit.calibration).in_words}. NLL of these terms: {fit.nll:.4f} (MAP "
-        f"{fit.nll_map:.4f}, temperature-scaled MAP {fit.nll_scaled_map:.4f}, uncalibrated "
-        f"Laplace {fit.nll_uncalibrated:.4f})."
+        f"{fit.nll_map:.4f}, temperature-scaled MAP {fit.nll_temperature_scaled:.4f}, "
+        f"uncalibrated Laplace {fit.nll_uncalibrated:.4f})."
     )
 
 

@@ -31,6 +31,8 @@ EVALUATION = "evaluation.json"
 """The metrics of the predictives."""
 POSTERIOR, FACTORS = "posterior.json", "posterior.safetensors"
 """Hyperparameters and how the network is built; the curvature's Kronecker factors."""
+FINGERPRINTS = "fingerprints.safetensors"
+"""A number of 64 bits for each example of the fit, see `marglik.posterior.fingerprints`."""
 MODEL = "model.safetensors"
 """The network's parameters and buffers."""
 ENSEMBLE, MEMBERS = "ensemble.json", "ensemble.safetensors"
@@ -40,8 +42,8 @@ REPORT = "report.html"
 CHECKPOINT = "checkpoint"
 """A folder that exists during the training: the states from which --resume continues."""
 ALL = (
-    RESULTS, POSTERIOR, EVALUATION, CONFIG, LOG, MODEL, FACTORS, ENSEMBLE, MEMBERS, REPORT,
-    CHECKPOINT,
+    RESULTS, POSTERIOR, EVALUATION, CONFIG, LOG, MODEL, FACTORS, FINGERPRINTS, ENSEMBLE,
+    MEMBERS, REPORT, CHECKPOINT,
 )  # fmt: skip
 RECORDS = (RESULTS, POSTERIOR, EVALUATION, ENSEMBLE)
 """Files that contain a mark of marglik."""

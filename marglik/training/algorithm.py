@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kfac_backend.sharding import is_sharded
@@ -78,6 +79,7 @@ def start(
     return state
 
 
+@torch.no_grad()
 def penalty(
     problem: Problem,
     state: LearnerState,
@@ -181,7 +183,7 @@ def fit(
     )  # fmt: skip
     posterior.curvature_pass = former.curvature_pass if former else None  # it has proved the model
     if is_last:
-        posterior.prove_again()
+        posterior.request_proof()
     # Random numbers of its own: the loop's must not depend on when updates happen.
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):

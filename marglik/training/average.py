@@ -88,8 +88,9 @@ class WeightAverage:
             return
         self.count += 1
         parts = local_parts(self._parameters)
-        dtypes = [torch.promote_types(part.dtype, torch.float32) for part in parts]
-        parts = [part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+        if [part.dtype for part in parts] != [value.dtype for value in self.values]:
+            dtypes = [torch.promote_types(part.dtype, torch.float32) for part in parts]
+            parts = [part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
         if self.count == 1:
             self.values = [part.clone() for part in parts]
         else:

@@ -307,7 +307,7 @@ class DecayPolicy:
         """Return T·δ/N of each tensor, with the limit of invariant weights after an update."""
         delta = state.hyperparameters.prior_precision
         decays = precision_to_weight_decay(delta, problem.num_data, problem.options.temperature)
-        values = state.hyperparameters.groups.of_tensors(decays).tolist()
+        values = state.hyperparameters.groups.per_tensor(decays).tolist()
         if (c := state.measures.log_factor) > 0:
             factors = [math.exp(c) if p.dim() > 1 else 1.0 for p in problem.named.values()]
             values = [decay * factor for decay, factor in zip(values, factors, strict=True)]
@@ -342,8 +342,8 @@ class DecayPolicy:
         fall = N * (measures.first_loss - loss) / (T * hyper.sigma_noise.square().item())
         half = half_time([(0, measures.first_loss), *state.losses, (state.epoch, loss)])
         terms, delta = posterior.evidence_terms, hyper.prior_precision
-        of_blocks = hyper.groups.of_tensors(delta).to(terms.tensors.device)[terms.tensors]
-        gamma = terms.effective_parameters(of_blocks, hyper.sigma_noise, T).sum().item()
+        block_precision = hyper.groups.per_tensor(delta).to(terms.tensors.device)[terms.tensors]
+        gamma = terms.effective_parameters(block_precision, hyper.sigma_noise, T).sum().item()
         is_late = half >= state.epoch / 2 and fall > NATS_OF_NOISE * gamma
         measures.fits_late = problem.ranks.gather(is_late)[0]  # all must decide alike
         if self.late_fit != "hold" or not measures.fits_late:
@@ -459,6 +459,7 @@ def _may_be_invariant(name: str, tensors: dict[str, nn.Parameter]) -> bool:
     return False
 
 
+@torch.no_grad()
 def clip_gradients(
     parameters: list[nn.Parameter],
     running: Tensor | float | None,

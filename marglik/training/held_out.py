@@ -90,7 +90,7 @@ def displacements(
     device = parameters[0].device
     eigen = decompose(factors.blocks.values(), posterior.ranks, device)
     scale = 1 / (posterior.sigma_noise.double().square() * posterior.temperature).item()
-    deltas = posterior.of_blocks(posterior.prior_precision).tolist()
+    deltas = posterior.precision_per_block(posterior.prior_precision).tolist()
     moved = []
     for block, of_block, theta, delta, time in zip(
         factors.blocks.values(), eigen, parameters, deltas, times, strict=True
@@ -222,7 +222,7 @@ def correct(
     """
     policy, measures, hyper = problem.options.policy, state.measures, state.hyperparameters
     with torch.no_grad():
-        posterior.prior_precision = hyper.groups.of_tensors(hyper.prior_precision)
+        posterior.prior_precision = hyper.groups.per_tensor(hyper.prior_precision)
         moved = displacements(posterior, look.parameters, times_left(problem, state))
         by_part = gradients_in_log_decays(look, moved)
     is_weight = torch.tensor([p.dim() > 1 for p in problem.named.values()])

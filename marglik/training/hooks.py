@@ -6,8 +6,8 @@ then replaces the closure by one that adds the prior's gradient afterwards. Fuse
 the gradients in their own step and are also called with infinite gradients. They then have the
 attributes ``grad_scale`` and ``found_inf``. A step that a scaler skips does not count.
 
-The hooks also copy the weights after each step, so that `StepHooks.weights_since_steps` can compare
-all of them with the present weights.
+The hooks also store a fingerprint of each tensor after a step. `StepHooks.weights_since_steps` uses
+it to decide whether the weights have changed.
 """
 
 import weakref
@@ -155,10 +155,11 @@ class StepHooks:
 
 
 class WeightsLeft:
-    """Copy of the weights after an optimiser's latest step.
+    """Fingerprints of the weights after an optimiser's latest step, one number per tensor.
 
-    All weights are compared by value. Version counters do not detect changes of ``p.data``, and a
-    sample of the weights would not detect a partial restore.
+    Version counters do not detect changes of ``p.data``, and a sample of the weights does not
+    detect changes elsewhere. A copy detects all changes, but takes longer and as much memory as
+    the weights.
 
     Args:
         part: the optimiser and its parameters.
@@ -166,37 +167,45 @@ class WeightsLeft:
 
     def __init__(self, part: Part) -> None:
         self._parameters = part.parameters
-        self._values: list[Tensor] = []
-        self._versions: list[tuple[int, int]] = []
+        self._dtypes: list[torch.dtype] = []
+        self._addresses: list[int] = []
+        self._versions: list[int] = []
+        self._views: list[Tensor] = []  # of the weights' own memory
+        self._fingerprints: list[Tensor] = []
         self._compared = self._changed = 0  # how often before a step
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Copy the present weights."""
+        """Take the fingerprints of the present weights."""
         parts = local_parts(self._parameters)
-        self._versions = [(part.data_ptr(), part._version) for part in parts]
-        if self._values:
-            torch._foreach_copy_(self._values, parts)
-        else:
-            self._values = [part.clone() for part in parts]
+        self._versions = [part._version for part in parts]
+        addresses = [part.data_ptr() for part in parts]
+        if addresses != self._addresses:  # a view takes as long as a sum
+            self._addresses, self._dtypes = addresses, [part.dtype for part in parts]
+            self._views = [view_of_bits(part) for part in parts]
+        self._fingerprints = fingerprints(self._views)
 
+    @torch.no_grad()
     def is_changed(self) -> bool:
-        """Whether the weights have other values now, on this rank; a cast does not count."""
-        pairs = zip(local_parts(self._parameters), self._values)  # noqa: B905  # none at first
-        return any(
-            not torch.allclose(now, left.to(now), rtol=0, atol=0, equal_nan=True)
-            for now, left in pairs
-        )
+        """Whether the weights have other values now, of this rank's parts.
 
+        Another device is no change, nor is a cast from which the values can be restored.
+        """
+        rows = zip(local_parts(self._parameters), self._dtypes, self._views)  # noqa: B905
+        now = fingerprints([view_like(part.to(view.device, d), view) for part, d, view in rows])
+        return any(a.item() != b.item() for a, b in zip(now, self._fingerprints, strict=True))
+
+    @torch.no_grad()
     def look_before_step(self) -> None:
         """Compare before the first steps, and then if torch counts a change; see `Since`."""
         is_early = self._compared < COMPARED_STEPS
-        if not self._values or self.is_changed_at_times:
+        if not self._fingerprints or self.is_changed_at_times:
             return
         if not is_early and self.is_changed_each_time:
             return
         parts = local_parts(self._parameters)
-        if is_early or self._versions != [(part.data_ptr(), part._version) for part in parts]:
+        is_same = self._versions == [part._version for part in parts]
+        if is_early or not is_same or self._addresses != [part.data_ptr() for part in parts]:
             self._compared += 1
             self._changed += self.is_changed()
 
@@ -209,6 +218,41 @@ class WeightsLeft:
     def is_changed_at_times(self) -> bool:
         """Whether the loop changed the weights after some steps, but not after others."""
         return 0 < self._changed < self._compared
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprints(views: list[Tensor]) -> list[Tensor]:
+    """One number for each of `view_of_bits`, by which changed values show.
+
+    On a CPU, the sum of the bits modulo 2⁶⁴: exact, in whatever order and with any number of
+    threads. It shows each change of a single value. It misses values in another order, and in
+    float64 an even number of changed signs. On a GPU, the norm in float64, of all tensors at once:
+    it misses changed signs, too.
+    """
+    if any(view.is_floating_point() for view in views):
+        return list(torch._foreach_norm(views, 2, torch.float64))
+    return [view.sum() for view in views]
+
+
+def view_of_bits(values: Tensor) -> Tensor:
+    """The values' bits as integers; of 64 bits if memory allows: their sum takes a fourth as long.
+
+    On a GPU the values themselves, see `fingerprints`.
+    """
+    if values.is_cuda:
+        return values
+    size = values.element_size()
+    is_aligned = values.storage_offset() * size % 8 == 0 and values.numel() * size % 8 == 0
+    if is_aligned and values.is_contiguous():
+        return values.view(-1).view(torch.int64)
+    return values.view(_INTEGERS[size])
+
+
+def view_like(values: Tensor, view: Tensor) -> Tensor:
+    """`view_of_bits` of values in other memory, in integers of the same size as ``view``."""
+    return values if values.dtype == view.dtype else values.reshape(-1).clone().view(view.dtype)
 
 
 def _before_any_step(

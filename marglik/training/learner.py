@@ -51,8 +51,8 @@ class PriorLearner:
         hyperparameters: initial hyperparameters that replace weight decay, groups and noise of
             ``options``.
         options: fields of `LearnerOptions`, such as ``weight_decay``, ``structure``, ``method``,
-            ``temperature`` or ``mean_over``, and single fields of `Schedule`, `DecayPolicy` and
-            `CurvatureOptions`, such as ``updates``, ``average``, ``clip`` or ``kfac_approx``.
+            ``temperature`` or ``loss_mean_over``, and single fields of `Schedule`, `DecayPolicy`
+            and `CurvatureOptions`, such as ``updates``, ``average``, ``clip`` or ``kfac_approx``.
 
     Raises:
         TypeError, ValueError: a keyword is not an option, or a value is not supported.

@@ -119,7 +119,7 @@ def warn_of_another_loss(
 ) -> None:
     """Warn, with the likely cause, unless ∂loss/∂f = scale · Σ ∇ℓ / count.
 
-    The count is the number of examples, or with mean_over="terms" of loss terms.
+    The count is the number of examples, or with loss_mean_over="terms" of loss terms.
 
     Args:
         loss: a function of ``f``, with its graph.
@@ -150,7 +150,7 @@ def warn_of_another_gradient(
     Such scalers multiply by a power of two, initially 2¹⁶.
     """
     check_targets(f, y, likelihood, may_ignore=True)
-    scale, is_mean_over_terms = options.loss_scale, options.mean_over == "terms"
+    scale, is_mean_over_terms = options.loss_scale, options.loss_mean_over == "terms"
     terms = max(int(num_counted_terms(f, y, likelihood)), 1)
     count = terms if is_mean_over_terms else len(f)
     rounding = torch.finfo(f.dtype).eps
@@ -200,7 +200,7 @@ def warn_of_another_gradient(
                 f"loss_scale={scale * factor:.6g} to the learner"
             )
         elif not is_mean_over_terms and abs(factor * terms / len(f) - 1) < TOLERANCE:
-            difference += ", as of a mean over all terms that count. Pass mean_over='terms'"
+            difference += ", as of a mean over all terms that count. Pass loss_mean_over='terms'"
         else:
             difference += (
                 ", as of a mean over outputs, or a loss without the factor ½. If it is for all "

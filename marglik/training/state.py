@@ -73,8 +73,8 @@ class LearnerOptions:
             nothing is learned, as with updates=0.
         learn_sigma_noise: True learns σ, starting from ``sigma_noise``; False fixes it, at 1 if
             ``sigma_noise`` is None.
-        mean_over: "examples" if the loss is a mean over examples, as for a classifier; "terms" if
-            it is a mean over all loss terms, as for a language model.
+        loss_mean_over: "examples" if the loss is a mean over examples, as for a classifier; "terms"
+            if it is a mean over all loss terms, as for a language model.
         loss_scale: factor between the loss of an example, or of a term, and −log p(y|f) at σ = 1.
             For ``F.mse_loss`` of C outputs it is 2/C, because −log p is ½‖y − f‖².
         curvature_from: "pass" uses all data in each update, with the options of ``curvature``;
@@ -92,20 +92,20 @@ class LearnerOptions:
     schedule: Schedule
     policy: DecayPolicy
     weight_decay: float = WEIGHT_DECAY
-    structure: PriorStructure | Mapping[str, str] = "layerwise"
+    structure: PriorStructure | Mapping[str, str] = "per_tensor"
     method: UpdateMethod = "adam"
     lr: float = 0.1
     temperature: float = 1.0
     sigma_noise: float | None = None
     learn_sigma_noise: bool | None = None
-    mean_over: MeanOver = "examples"
+    loss_mean_over: MeanOver = "examples"
     loss_scale: float = 1.0
     curvature_from: CurvatureFrom = "auto"
     hessian_structure: Structure = "kron"
 
     def __post_init__(self) -> None:
         self.curvature.check(self.likelihood)
-        check_option("mean_over", self.mean_over, MeanOver)
+        check_option("loss_mean_over", self.loss_mean_over, MeanOver)
         check_option("curvature_from", self.curvature_from, CurvatureFrom)
         check_structure(self.curvature, self.hessian_structure, "hessian_structure")
         for name in ("weight_decay", "temperature", "loss_scale"):
@@ -371,7 +371,7 @@ class Problem:
         """Count the loss terms per example, by which a mean over terms divides the prior.
 
         It reads the first batch, whose targets and outputs also determine the cost of an exact
-        pass. With mean_over="terms" it reads all targets, because the first step already needs
+        pass. With loss_mean_over="terms" it reads all targets, because the first step already needs
         their number.
 
         Returns:
@@ -409,7 +409,7 @@ class Problem:
                         with torch.enable_grad():
                             f = f.detach().requires_grad_()
                             warn_of_another_loss(loss(f, labels), f, y, likelihood, options)
-                if options.mean_over == "examples":
+                if options.loss_mean_over == "examples":
                     break
         own = terms, examples, self.vectors, padding, first_loss, num_first
         of_ranks = self.ranks.gather(own)
@@ -427,14 +427,14 @@ class Problem:
             rows = {i: padding[name] for i, name in enumerate(part.names) if name in padding}
             part.padding.update(rows)
         number = max(sum(r[0] for r in of_ranks), 1) / max(sum(r[1] for r in of_ranks), 1)
-        if options.mean_over == "examples" and number != 1 and not sums_terms:
+        if options.loss_mean_over == "examples" and number != 1 and not sums_terms:
             raise ValueError(
                 f"The examples have {number:.4g} loss terms each. If the loss is a mean over all "
                 "terms, the gradient of the prior must be divided by this number: pass "
-                "mean_over='terms'. If the loss is a mean over examples of sums over terms, call "
-                "start(..., sums_terms=True)."
+                "loss_mean_over='terms'. If the loss is a mean over examples of sums over terms, "
+                "call start(..., sums_terms=True)."
             )
-        if options.mean_over == "terms" and not sums_terms:
+        if options.loss_mean_over == "terms" and not sums_terms:
             self.terms_per_example = number
         return first
 
@@ -461,7 +461,7 @@ class Problem:
             "learn_sigma_noise": hyper.learn_sigma_noise,
             "likelihood": str(options.likelihood),
             "temperature": options.temperature,
-            "mean_over": options.mean_over,
+            "loss_mean_over": options.loss_mean_over,
             "loss_scale": options.loss_scale,
             "curvature_from": options.curvature_from,
             "hessian_structure": options.hessian_structure,

@@ -26,6 +26,7 @@ from experiments.speed import (
     fits,
     language_model_pass,
     price,
+    step_cost,
     transformer_timing,
     update_step_timing,
 )
@@ -78,6 +79,7 @@ TABLES = {
     "ranks_timing": ("speed.ranks_timing",),
     "sampled_updates": ("weight_decay.sampled_updates",),
     "scikit_learn": ("uci.scikit_learn",),
+    "step_cost": ("speed.step_cost",),
     "suspicious_labels": ("labels.suspicious_labels",),
     "table2/full": ("table2.marglik_cifar10", "--protocol", "full"),
     "table2/scaled": ("table2.marglik_cifar10",),
@@ -87,6 +89,7 @@ TABLES = {
     "uci_heteroscedastic": ("uci.heteroscedastic",),
     "update_step_timing_cpu": ("speed.update_step_timing",),
     "update_step_timing_cuda": ("speed.update_step_timing", "--device", "cuda"),
+    "vision_transformer_every_step": (TO_TARGET, "--study", "vision_transformer_every_step"),
     "vision_transformer_training": (TO_TARGET, "--study", "vision_transformer_training"),
     "weight_decay_study": ("weight_decay.weight_decay_study",),
 }
@@ -381,6 +384,17 @@ def small_late_fit(patch):
     small = replace(problem, examples=60, epochs=2)
     patch.setitem(late_fit.PROBLEMS, name, (small, shares))
     return [record_of(late_fit.run, late_fit.Config(name, 0.2, 0))], late_fit.table
+
+
+def small_step_cost(patch):
+    name, (make, shape, _) = next(iter(step_cost.NETWORKS.items()))
+    patch.setitem(step_cost.NETWORKS, name, (make, (4, *shape[1:]), 2))
+    found = record_of(step_cost.run, step_cost.Config(name))
+    kept = found["kept_bytes"]
+    assert kept["learned"] - kept["no average"] == found["weights_bytes"]  # one copy
+    assert kept["no average"] - kept["no average, no comparison"] == 6 * 8  # one number a tensor
+    assert kept["no average, no comparison"] < 200 and kept["plain"] == 0
+    return [found], step_cost.table
 
 
 def small_price(patch):

@@ -138,7 +138,7 @@ def test_full_size_is_the_papers(capsys, tmp_path, monkeypatch):
     assert (found["epochs"], found["batch_size"], found["augmentation"]) == (100, 128, "standard")
     assert (found["optimizer"]["name"], found["optimizer"]["lr"]) == ("sgd", 0.1)
     prior, curvature = found["prior"], found["curvature"]
-    assert (prior["weight_decay"] * 50_000, prior["structure"]) == (250, "layerwise")
+    assert (prior["weight_decay"] * 50_000, prior["structure"]) == (250, "per_tensor")
     assert (prior["every"], prior["steps"], prior["burn_in"]) == (5, 100, 0)
     assert (prior["method"], curvature["kfac_approx"], curvature["fisher"]) == (
         "adam", "expand", "exact",

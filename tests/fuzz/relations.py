@@ -639,7 +639,7 @@ def a_step_is_by_the_blocks(case: Case) -> None:
     )
     optimizer = or_refused(
         KFAC, made.model, made.likelihood, eta, momentum=0.0, options=options,
-        curvature=made.options, mean_over="examples",
+        curvature=made.options, loss_mean_over="examples",
     )  # fmt: skip
     before = deepcopy(dict(made.model.named_parameters()))
     loss = or_refused(loss_of, made, made.batches[0])
@@ -661,7 +661,7 @@ def kfac(made: Built, case: Case, params: Any = None) -> KFAC:
     options = PreconditionerOptions(factor_every=1 + case.dice % 2, update_every=1)
     return or_refused(
         KFAC, made.model, made.likelihood, lr=0.02, params=params, options=options,
-        curvature=made.options, mean_over="examples",
+        curvature=made.options, loss_mean_over="examples",
     )  # fmt: skip
 
 

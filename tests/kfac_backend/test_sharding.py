@@ -734,13 +734,13 @@ def of_learner(*names: str) -> dict[str, Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
         parts = [torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)]
         loader = [(x[part], y[part]) for part in parts]
-        mean_over = "terms" if name == "gpt" else "examples"
+        loss_mean_over = "terms" if name == "gpt" else "examples"
         learner = PriorLearner(
             "classification",
             kfac_approx="reduce",
             every=1,
             burn_in=0,
-            mean_over=mean_over,
+            loss_mean_over=loss_mean_over,
             curvature_from="pass",
         )
         learner.start(model, optimizer, loader, 3)
@@ -931,7 +931,8 @@ def of_kfac(*names: str) -> dict[str, Tensor]:
         model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
         optimizer = KFAC(
             model, "classification", lr=0.05, momentum=0.9, weight_decay=1e-3, kl_clip=None,
-            mean_over="terms" if name == "gpt" else "examples", kfac_approx="reduce", fisher=fisher,
+            loss_mean_over="terms" if name == "gpt" else "examples", kfac_approx="reduce",
+            fisher=fisher,
         )  # fmt: skip
         steps = trained(model)
         for part in (torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)):
@@ -982,7 +983,7 @@ def refused() -> dict[str, str]:
         ).start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 2),
         "no process group": passes(model, [(x, y)], process_group=None),
         "classes second": passes(segments, [of_pixels]),
-        "in training": lambda: PriorLearner("classification", mean_over="terms").start(
+        "in training": lambda: PriorLearner("classification", loss_mean_over="terms").start(
             segments, torch.optim.SGD(segments.parameters(), 0.1), [of_pixels], 2
         ),
         "in predictions": lambda: predict_all(
@@ -1005,7 +1006,7 @@ def refused() -> dict[str, str]:
 
 
 def step_of_kfac(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    optimizer = KFAC(model, "classification", lr=0.1, mean_over="terms")
+    optimizer = KFAC(model, "classification", lr=0.1, loss_mean_over="terms")
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 

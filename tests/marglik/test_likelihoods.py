@@ -146,7 +146,7 @@ def test_predictive_is_the_mixture_and_its_metrics_are_those_of_its_density(text
     assert found.epistemic.max() > 0.01 and not plain.epistemic.any()  # the posterior counts
     # Calibrated, saved and loaded, it predicts; metrics are numbers.
     calibrated = calibrate(posterior, [(x, y)])
-    assert calibrated.fit.nll <= calibrated.fit.nll_uncalibrated + 1e-6
+    assert calibrated.calibration_fit.nll <= calibrated.calibration_fit.nll_uncalibrated + 1e-6
     save_posterior(posterior, tmp_path)
     again = load_posterior(tmp_path, nn.Linear(D, CASES[text], bias=False).double())
     assert again.likelihood == likelihood

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 RULES = {"first": "0.*", "rest": "*"}
 GROUPS = {  # of the four tensors
     "scalar": ("all", "all", "all", "all"),
-    "layerwise": ("0.weight", "0.bias", "2.weight", "2.bias"),
-    "kind": ("weights", "biases", "weights", "biases"),
+    "per_tensor": ("0.weight", "0.bias", "2.weight", "2.bias"),
+    "per_type": ("weights", "biases", "weights", "biases"),
     "rules": ("first", "first", "rest", "rest"),
 }
 STRUCTURES = {name: RULES if name == "rules" else name for name in GROUPS}
@@ -84,8 +84,8 @@ class Problem:
     ("likelihood", "structure", "temperature"),
     [
         ("classification", "scalar", 0.4),
-        ("regression", "layerwise", 1.0),
-        ("bernoulli", "kind", 2.0),
+        ("regression", "per_tensor", 1.0),
+        ("bernoulli", "per_type", 2.0),
         ("classification", "rules", 1.0),
     ],
 )

@@ -682,7 +682,7 @@ def test_a_later_pass_proves_what_may_have_changed():
         {"fisher": "empirical", "kfac_approx": "reduce"},
         {"fisher": "exact", "kfac_approx": "expand"},
     ):
-        factors, number = later(**matrix, proves_again=False)
+        factors, number = later(**matrix, repeat_proof=False)
         assert number == 9
         assert_same(factors, fresh(**matrix))
         assert factors.options == CurvatureOptions(**matrix)

@@ -95,7 +95,10 @@ def test_mappings_are_kept_in_their_order(tmp_path):
 
 
 WRONG = {
-    "no pattern fits": ({"body*": "reduce", "head": "expand"}, "layer 'norm': body., head. Add a pattern"),
+    "no pattern fits": (
+        {"body*": "reduce", "head": "expand"},
+        "layer 'norm': body., head. Add a pattern",
+    ),
     "a pattern fits nothing": (
         {"heads*": "expand", "*": "reduce"},
         "'heads.' of kfac_approx matches no layer.* The layers are body.0, body.2, norm, head",

@@ -435,7 +435,7 @@ def test_a_wrong_name_lists_all_options(make):
     named |= {
         f.name for options in (PreconditionerOptions, CurvatureOptions) for f in fields(options)
     }
-    named |= {"exclude", "mean_over", "seed", "process_group"}
+    named |= {"exclude", "loss_mean_over", "seed", "process_group"}
     own = {"base"} if make is KfacPreconditioner else set()
     listed = str(raised.value).split("choose from ")[1].rstrip(".").split(", ")
     assert named - own <= set(listed)

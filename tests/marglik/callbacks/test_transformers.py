@@ -365,7 +365,7 @@ def test_a_small_language_model(likelihood, tmp_path, recwarn):
     run = transformers.Trainer(model, arguments, train_dataset=examples)
     prior = MarginalLikelihood.attached(
         run, likelihood, CurvatureOptions(fisher="mc", ignore_index=-100),
-        mean_over="terms", every=1, steps=3,
+        loss_mean_over="terms", every=1, steps=3,
     )  # fmt: skip
     run.train()
     assert prior.posterior.factors.num_loss_terms == 12 * 5

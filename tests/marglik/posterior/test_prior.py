@@ -28,13 +28,13 @@ def model():
     ("structure", "names", "index"),
     [
         (
-            "layerwise",
+            "per_tensor",
             ("stem.weight", "stem.bias", "stage1.0.bias", "stage1.1.weight", "stage1.1.bias"),
             (0, 1, 2, 3, 4),
         ),
         ("scalar", ("all",), (0, 0, 0, 0, 0)),
-        ("kind", ("weights", "biases", "scalars"), (0, 1, 2, 0, 1)),
-        ("stage", ("stem", "stage1"), (0, 0, 1, 1, 1)),
+        ("per_type", ("weights", "biases", "scalars"), (0, 1, 2, 0, 1)),
+        ("per_child", ("stem", "stage1"), (0, 0, 1, 1, 1)),
         (
             {"bias": "*.bias", "first": "stem.*", "rest": "*"},
             ("first", "bias", "rest"),
@@ -46,7 +46,7 @@ def test_structures(model, structure, names, index):
     groups = PriorGroups.from_model(model, structure)
     assert (groups.names, groups.index) == (names, index)
     values = torch.arange(1.0, len(names) + 1)
-    assert groups.of_tensors(values).tolist() == [values[i] for i in index]
+    assert groups.per_tensor(values).tolist() == [values[i] for i in index]
     assert groups.sum_over_tensors(torch.ones(5)).tolist() == [
         index.count(g) for g in range(len(names))
     ]
@@ -61,7 +61,7 @@ def test_weight_decay_and_precision_are_inverse():
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
-        ("blockwise", "'blockwise' is not supported; choose one of 'layerwise'"),
+        ("blockwise", "'blockwise' is not supported; choose one of 'per_tensor'"),
         ({"first": "stem.*"}, "No prior group matches parameter 'stage1.0.bias'"),
         ({"all": "*", "never": "stem.*"}, "'never' \\('stem.\\*'\\) matches no parameter"),
     ],
@@ -88,9 +88,9 @@ def test_wrong_options(model, options, message):
 
 
 def test_a_state_of_other_groups_or_of_less_is_refused_and_changes_nothing(model):
-    layerwise, scalar = (
+    per_tensor, scalar = (
         Hyperparameters(PriorGroups.from_model(model, structure), 2.0)
-        for structure in ("layerwise", "scalar")
+        for structure in ("per_tensor", "scalar")
     )
     state = Hyperparameters(PriorGroups.from_model(model), 1.0).state_dict()
     for wrong, message in (
@@ -102,10 +102,10 @@ def test_a_state_of_other_groups_or_of_less_is_refused_and_changes_nothing(model
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            layerwise.load_state_dict(wrong)
-        assert_close(layerwise.prior_precision, 2 * torch.ones(5).double())
-    layerwise.load_state_dict(state)  # the control
-    assert_close(layerwise.prior_precision, torch.ones(5).double())
+            per_tensor.load_state_dict(wrong)
+        assert_close(per_tensor.prior_precision, 2 * torch.ones(5).double())
+    per_tensor.load_state_dict(state)  # the control
+    assert_close(per_tensor.prior_precision, torch.ones(5).double())
 
 
 def fitted(likelihood="classification", temperature=1.0):
@@ -120,7 +120,7 @@ def fitted(likelihood="classification", temperature=1.0):
 
 @pytest.mark.parametrize(
     ("method", "steps", "structure"),
-    [("adam", 600, "layerwise"), ("mackay", 200, "layerwise"), ("mackay", 200, "kind")],
+    [("adam", 600, "per_tensor"), ("mackay", 200, "per_tensor"), ("mackay", 200, "per_type")],
 )
 def test_both_methods_reach_a_stationary_point(method, steps, structure):
     posterior = fitted()
@@ -131,7 +131,7 @@ def test_both_methods_reach_a_stationary_point(method, steps, structure):
 
     def gradient(delta):
         delta.requires_grad_()
-        evidence = posterior.log_marginal_likelihood(groups.of_tensors(delta))
+        evidence = posterior.log_marginal_likelihood(groups.per_tensor(delta))
         return torch.autograd.grad(evidence, delta)[0] * delta
 
     delta = hyper.prior_precision

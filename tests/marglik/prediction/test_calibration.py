@@ -63,7 +63,7 @@ def nll(data, link, calibration):
     )
     if data.likelihood.name != "regression":
         return compute_metrics(prediction, data.targets, data.likelihood).nll
-    normal = stats.norm(prediction.mean, prediction.total.sqrt())
+    normal = stats.norm(prediction.mean, prediction.total_uncertainty.sqrt())
     return -normal.logpdf(data.targets).sum(1).mean()
 
 
@@ -151,7 +151,7 @@ def test_it_finds_what_made_the_data():
     fit = fit_calibration(HeldOut(Regression(), data.f, data.spread, targets))
     assert fit.calibration.covariance_scale == pytest.approx(0.3, rel=0.05)
     assert fit.calibration.sigma_noise == pytest.approx(0.5, rel=0.05)
-    assert fit.nll < min(fit.nll_scaled_map - 0.01, fit.nll_uncalibrated - 0.1)
+    assert fit.nll < min(fit.nll_temperature_scaled - 0.01, fit.nll_uncalibrated - 0.1)
 
     f, covariance = gaussians(4, 4000, scale=3.0)
     generator = torch.Generator().manual_seed(3)
@@ -163,11 +163,13 @@ def test_it_finds_what_made_the_data():
     # Both narrow the probabilities, so that one may stand in for the other to a degree.
     assert fit.calibration.covariance_scale == pytest.approx(0.5, rel=0.3)
     assert fit.calibration.output_temperature == pytest.approx(0.5, rel=0.3)
-    assert fit.nll < fit.nll_scaled_map - 0.01
+    assert fit.nll < fit.nll_temperature_scaled - 0.01
 
     y = torch.multinomial((f / 1.7).softmax(-1), 1, generator=generator).squeeze(1)
     fit = fit_calibration(HeldOut(Classification(), f, covariance, y), "probit")
-    assert fit.nll > fit.nll_scaled_map - 3 / 4000  # two numbers gain about one nat by chance
+    assert (
+        fit.nll > fit.nll_temperature_scaled - 3 / 4000
+    )  # two numbers gain about one nat by chance
     assert fit.map_calibration.output_temperature == pytest.approx(1.7, rel=0.05)
 
 
@@ -180,13 +182,15 @@ def test_the_calibrated_predictive_is_what_the_fit_speaks_of(likelihood, method)
     x, y = data(likelihood)
     batches = [(x[:5], y[:5]), (x[5:], y[5:])]
     found = calibrate(la, batches, PredictiveConfig(method))
-    scaled, fit = found.fit.map_calibration, found.fit
+    scaled, fit = found.calibration_fit.map_calibration, found.calibration_fit
     sigma = scaled.sigma_noise or la.sigma_noise
     predictives = {
         fit.nll: found,
         fit.nll_uncalibrated: found.uncalibrated,
         fit.nll_map: map_predictive(la.model, likelihood, la.sigma_noise),
-        fit.nll_scaled_map: map_predictive(la.model, likelihood, sigma, scaled.output_temperature),
+        fit.nll_temperature_scaled: map_predictive(
+            la.model, likelihood, sigma, scaled.output_temperature
+        ),
     }
     for expected, predict in predictives.items():
         metrics = compute_metrics(*predict_all(predict, batches), likelihood)
@@ -227,7 +231,7 @@ def test_a_posterior_remembers_its_calibration_and_forgets_it_with_what_it_was_o
     found = calibrate(la, [(x, y)], config, generator=torch.Generator().manual_seed(0))
     save_posterior(la, tmp_path)
     loaded = load_posterior(tmp_path, network())
-    assert remembered_calibration(loaded, config) == found.fit
+    assert remembered_calibration(loaded, config) == found.calibration_fit
     again = laplace_predictive(loaded, config, torch.Generator().manual_seed(0))
     assert_close(again(x).mean, found(x).mean)
     plain = PredictiveConfig("mc", calibration="none")
@@ -259,7 +263,7 @@ def test_linearised_networks_and_variances_alone_are_calibrated_as_covariances()
         for method in ("mc", "linearised")
     )
     assert by_networks.nll_uncalibrated == pytest.approx(by_mc.nll_uncalibrated, rel=0.02)
-    assert by_networks.nll_scaled_map == pytest.approx(by_mc.nll_scaled_map)
+    assert by_networks.nll_temperature_scaled == pytest.approx(by_mc.nll_temperature_scaled)
     alone = HeldOut.of(la, held_out, links=["probit"])
     both = HeldOut.of(la, held_out)
     assert (alone.spread.dim(), both.spread.dim()) == (2, 3)
@@ -303,7 +307,7 @@ def test_many_terms_are_thinned_alike_for_all_links(monkeypatch):
 
 
 def sure_outputs(wrong, n=200, C=4, seed=0):
-    """Outputs whose softmax made the true classes, recorded labels, and these classes."""
+    """Outputs whose softmax made the true classes, observed labels, and these classes."""
     generator = torch.Generator().manual_seed(seed)
     f = 4 * torch.randn(n, C, generator=generator, dtype=torch.float64)
     true = torch.multinomial(torch.softmax(f, -1), 1, generator=generator).squeeze(1)

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from marglik import Posterior, PredictiveConfig, calibrate, load_posterior, save_posterior
+from marglik import (
+    Laplace,
+    Posterior,
+    PredictiveConfig,
+    calibrate,
+    load_posterior,
+    save_posterior,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,13 +36,124 @@ def fitted(model=None):
     return posterior
 
 
-def test_the_data_of_the_fit_is_named_in_any_order(recwarn):
-    x, y = data(60, 1)
-    with pytest.warns(RuntimeWarning, match="seems to be the training data.*with validation data"):
-        calibrate(fitted(), [(x.flip(0), y.flip(0))])
+class Tokens(nn.Module):
+    """A classifier of tokens that a mask may hide, as of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(50, 5), nn.Linear(5, 3)
+
+    def forward(self, input_ids, attention_mask):
+        a = self.table(input_ids) * attention_mask[..., None]
+        return self.head(a.sum(1) / attention_mask.sum(1, keepdim=True))
+
+
+def sentences(number, seed, length=9, padding=3):
+    """A mapping of sentences of 4 to 8 tokens, padded by a token to a length."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(50, (number, 8), generator=g)
+    lengths = torch.randint(4, 9, (number, 1), generator=g)
+    mask = (torch.arange(length) < lengths).long()
+    tokens = nn.functional.pad(tokens, (0, length - 8)) * mask + padding * (1 - mask)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, 0] % 3}
+
+
+class Lazy(torch.utils.data.Dataset):
+    """Examples that are made when they are read."""
+
+    def __init__(self, indices, augments=False):
+        self.indices, self.augments = indices, augments
+
+    def __len__(self):
+        return len(self.indices)
+
+    def __getitem__(self, i):
+        x, y = (value[0] for value in data(1, self.indices[i]))
+        return x + 0.1 * torch.randn(4) if self.augments else x, y
+
+
+def lazily(*args):
+    return torch.utils.data.DataLoader(Lazy(*args), 16)
+
+
+def mapping(number, seed):
+    x, y = data(number, seed)
+    return {"features": {"a": x[:, :2], "b": x[:, 2:]}, "labels": y}
+
+
+class OfMapping(nn.Sequential):
+    def forward(self, batch):
+        return super().forward(torch.cat([*batch["features"].values()], 1))
+
+
+def of_mapping():
+    return OfMapping(*network())
+
+
+def parts(make):
+    """The fit's data, a part of it among other data, and other data alone."""
+    return [make(60, 1)], [make(60, 1), make(30, 2)], [make(90, 3)]
+
+
+OF_FITS = {
+    # Name: the network; the fit's data; validation data with a part of it, and without; the part.
+    "tensors": (network, *parts(data), 60),
+    "a mapping": (of_mapping, *parts(mapping), 60),
+    "tokens": (
+        Tokens, [sentences(60, 1)], [sentences(60, 1, 12), sentences(30, 2)], [sentences(90, 3)], 60
+    ),
+    "a small part": (network, [data(90, 1)], [data(90, 4), [v[:3] for v in data(90, 1)]],
+                     [data(90, 4)], 3),
+    "read lazily": (network, lazily(range(60)), lazily(range(50, 99)), lazily(range(60, 99)), 10),
+}  # fmt: skip
+
+
+def warnings_of(posterior, batches, recwarn):
     recwarn.clear()
-    calibrate(fitted(), [data(60, 2)])  # negative control: as many others
-    assert not [one for one in recwarn if "training data" in str(one.message)]
+    calibrate(posterior, batches)
+    return [str(w.message) for w in recwarn if "are training data" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", OF_FITS)
+@pytest.mark.parametrize("way", ["fitted", "saved", "state"])
+def test_a_part_of_the_fits_data_is_counted(name, way, tmp_path, recwarn):
+    make, of_fit, overlapping, apart, number = OF_FITS[name]
+    posterior = Laplace(make(), "classification", subset_of_weights="all") if way == "state" else (
+        Posterior(make(), "classification"))  # fmt: skip
+    posterior.fit(of_fit)
+    if way == "saved":
+        save_posterior(posterior, tmp_path)
+        posterior = load_posterior(tmp_path, make())
+    elif way == "state":
+        other = Laplace(make(), "classification", subset_of_weights="all")
+        other.load_state_dict(posterior.state_dict())
+        posterior = other
+    (message,) = warnings_of(posterior, overlapping, recwarn)
+    assert message.startswith(f"{number} of the ")
+    assert not warnings_of(posterior, apart, recwarn)  # negative control
+
+
+def test_equal_inputs_and_augmented_ones_are_no_training_data(recwarn):
+    """A table of few categories has the same rows everywhere; random inputs are other ones."""
+
+    def categories(seed):
+        g = torch.Generator().manual_seed(seed)
+        return torch.randint(2, (200, 4), generator=g).float(), torch.randint(3, (200,))
+
+    posterior = Posterior(network(), "classification")
+    posterior.fit([categories(1)])
+    assert not warnings_of(posterior, [categories(2)], recwarn)
+    x, y = data(60, 1)
+    posterior.fit([categories(1), (x, y)])
+    # Of other rows than the fit's most have no equal.
+    assert warnings_of(posterior, [(x, y)], recwarn)
+    posterior = Posterior(network(), "classification")
+    augmented = lazily(range(60), True)
+    posterior.fit(augmented)
+    assert not warnings_of(posterior, augmented, recwarn)  # which is documented
+    posterior.fit(lazily(range(60)), override=False)
+    assert warnings_of(posterior, lazily(range(30)), recwarn)[0].startswith("30 of the 30")
 
 
 @pytest.mark.parametrize("method", ["probit", "mc", "linearised"])
@@ -45,7 +163,10 @@ def test_a_calibrated_predictive_is_copied_and_pickled(method, again):
     config = PredictiveConfig(method=method)
     predictive, (x, _) = calibrate(fitted(), [data(50, 2)], config, generator=generator), data(9, 3)
     copied = again(predictive)
-    assert copied.model is not predictive.model and copied.fit == predictive.fit
+    assert (
+        copied.model is not predictive.model
+        and copied.calibration_fit == predictive.calibration_fit
+    )
     for one, other in ((predictive, copied), (predictive.uncalibrated, copied.uncalibrated)):
         assert torch.equal(one(x).mean, other(x).mean)
         assert torch.equal(one(x).epistemic, other(x).epistemic)
@@ -53,10 +174,10 @@ def test_a_calibrated_predictive_is_copied_and_pickled(method, again):
 
 def test_batches_are_calibrated_with_or_named_in_one_line():
     x, y = data(50, 2)
-    expected = calibrate(fitted(), [(x, y)]).fit
+    expected = calibrate(fitted(), [(x, y)]).calibration_fit
     posterior = fitted()
     with torch.inference_mode():
-        assert calibrate(posterior, [(x.clone(), y.clone())]).fit == expected
+        assert calibrate(posterior, [(x.clone(), y.clone())]).calibration_fit == expected
     with pytest.raises(ValueError, match="held-out batch has no examples. Omit"):
         calibrate(fitted(), [(x, y), (x[:0], y[:0])])
     mappings = [{"inputs": x, "labels": y}]

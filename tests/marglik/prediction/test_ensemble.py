@@ -85,7 +85,7 @@ def test_the_prediction_is_the_mixtures_and_its_epistemic_part_the_disagreement(
     prediction, f = ensemble(x), outputs(models, x) / found.output_temperature
     if likelihood == "regression":
         mean, disagreement = f.mean(0), f.var(0, correction=0)
-        assert_close(prediction.total, disagreement + found.sigma_noise**2)
+        assert_close(prediction.total_uncertainty, disagreement + found.sigma_noise**2)
     else:
         p = torch.softmax(f, -1) if likelihood == "classification" else torch.sigmoid(f)
         mean = p.mean(0)
@@ -138,7 +138,7 @@ def train(learner, steps=15):
 
 
 def test_a_members_decays_take_the_course_of_the_firsts(monkeypatch):
-    first = PriorLearner("classification", structure="kind", steps=40)
+    first = PriorLearner("classification", structure="per_type", steps=40)
     train(first)
     assert len({tuple(decays) for decays in first.seen}) > 5  # they were learned
     member = first.replay()

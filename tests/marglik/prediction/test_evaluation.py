@@ -115,20 +115,20 @@ def test_where_labels_may_be_wrong_the_nll_of_both_kinds_is_there(digits, predic
     p = model(normalised(digits.test[0], digits)).softmax(-1).double()
     nll = {
         "true": -p.gather(1, y[:, None]).log().mean().item(),
-        "recorded": -((1 - noise) * p + noise / 10).gather(1, y[:, None]).log().mean().item(),
+        "observed": -((1 - noise) * p + noise / 10).gather(1, y[:, None]).log().mean().item(),
     }
     for text, labels, other in (
-        (f"noisy_classification(noise={noise})", "true", "recorded_labels"),
-        (f"noisy_classification(noise={noise})", "recorded", "true_class"),
+        (f"noisy_classification(noise={noise})", "true", "observed_labels"),
+        (f"noisy_classification(noise={noise})", "observed", "true_class"),
         ("noisy_classification(noise=0.01)", "true", None),
     ):
-        drawn = noise if labels == "recorded" else 0.0
+        drawn = noise if labels == "observed" else 0.0
         predict = map_predictive(model, text, label_noise=drawn)
         record, _ = evaluate({"MAP": predict}, digits, text, labels=labels)
         metrics = record.predictives["MAP"].metrics
         assert metrics.nll == pytest.approx(nll[labels], rel=1e-4)
         kinds = {
-            "recorded_labels": metrics.nll_recorded_labels,
+            "observed_labels": metrics.nll_observed_labels,
             "true_class": metrics.nll_true_class,
         }
         expected = dict.fromkeys(kinds) | ({other: nll[other.split("_")[0]]} if other else {})
@@ -144,10 +144,10 @@ def test_what_is_calibrated_has_its_own_label_noise(digits, predictives):
     x, y = normalised(digits.train[0], digits), digits.train[1].clone()
     y[::2] = torch.randint(10, y[::2].shape, generator=torch.Generator().manual_seed(0))
     la.fit([(x, y)])
-    config = PredictiveConfig(labels="recorded", layers="last")
+    config = PredictiveConfig(labels="observed", layers="last")
     calibrated = calibrate(la, [(x, y)], config)
     scaled = predictives_of(la, [config])["MAP, temperature-scaled"]
-    fit = calibrated.fit.map_calibration
+    fit = calibrated.calibration_fit.map_calibration
     assert fit.label_noise > 2 * given
     f = model(x).detach() / fit.output_temperature
     q = (1 - fit.label_noise) * f.softmax(-1) + fit.label_noise / 10

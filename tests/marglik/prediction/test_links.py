@@ -58,8 +58,8 @@ def test_mc_and_probit_by_loops():
         scaled = f[n].numpy() / np.sqrt(1 + math.pi / 8 * np.diag(covariance[n]))
         assert_close(probit.mean[n], torch.tensor(special.softmax(scaled)))
     assert_close((probit.aleatoric, probit.epistemic), (p.aleatoric, p.epistemic))
-    assert_close(p.total, p.entropy)
-    assert (probit.total - probit.entropy).abs().max() > 1e-3  # as is said there
+    assert_close(p.total_uncertainty, p.entropy)
+    assert (probit.total_uncertainty - probit.entropy).abs().max() > 1e-3  # as is said there
 
 
 def test_mc_does_not_turn_with_rounding():

@@ -80,7 +80,7 @@ NEW = torch.randn(5, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().m
 def test_the_module_is_the_predictive(likelihood):
     """Also exported, with another number of inputs; and the variances, by the Jacobian."""
     la = of_likelihood(likelihood)
-    config = PredictiveConfig(layers="last", labels="recorded")
+    config = PredictiveConfig(layers="last", labels="observed")
     predict = laplace_predictive(la, config, calibration=CALIBRATION)
     module = predict.module(data()[0])
     before = la.model.training
@@ -89,7 +89,7 @@ def test_the_module_is_the_predictive(likelihood):
     assert la.model.training == before
     assert_close(mean, expected.mean, rtol=0, atol=1e-10)
     if la.likelihood.kind == "continuous":
-        assert_close(variance, expected.total, rtol=0, atol=1e-10)
+        assert_close(variance, expected.total_uncertainty, rtol=0, atol=1e-10)
     else:
         names = [name for name, _ in la.model[-1].named_parameters()]
         J = torch.cat([jacobians(la.model, NEW)[f"6.{name}"] for name in names], -1)
@@ -98,7 +98,8 @@ def test_the_module_is_the_predictive(likelihood):
         assert_close(variance, brute, rtol=0, atol=1e-10)
     # Negative control: another calibration has another mean, or another variance.
     plain = laplace_predictive(la, config)(NEW)
-    assert max((plain.mean - mean).abs().max(), (plain.total - expected.total).abs().max()) > 1e-3
+    change = plain.total_uncertainty - expected.total_uncertainty
+    assert max((plain.mean - mean).abs().max(), change.abs().max()) > 1e-3
     dynamic = ({0: torch.export.Dim.DYNAMIC},)
     exported = torch.export.export(module, (data()[0],), dynamic_shapes=dynamic).module()
     assert_close(exported(NEW), (mean, variance), rtol=0, atol=1e-10)

@@ -145,7 +145,7 @@ def rows_of(*folders):
 def test_the_best_of_a_row_is_by_its_direction(copied, change):
     metrics = {
         "A": Metrics(nll=0.2, accuracy=0.97, coverage90=0.7),
-        "B": Metrics(nll=0.1, nll_recorded_labels=0.4, accuracy=0.96, coverage90=0.88),
+        "B": Metrics(nll=0.1, nll_observed_labels=0.4, accuracy=0.96, coverage90=0.88),
         "C": Metrics(nll=0.1, aurc=math.nan),
     }
     rows = rows_of(of_metrics(copied, change, "run", metrics))

@@ -53,7 +53,8 @@ def test_numbers_are_in_the_targets_units(tmp_path, capsys):
     posterior = load_posterior(run)  # a class of ours needs no network
     with torch.no_grad():
         f = posterior.model(rows("size", "town_A", "town_B")).double()[:, 0]
-    spread = laplace_predictive(posterior)(rows("size", "town_A", "town_B")).total[:, 0].double()
+    prediction = laplace_predictive(posterior)(rows("size", "town_A", "town_B"))
+    spread = prediction.total_uncertainty[:, 0].double()
     mean, std = TableFile(tmp_path / "houses.csv").load().target_scale or (0.0, 1.0)
     expected = (f * std + mean).numpy()
     assert found["mean"].to_numpy() == pytest.approx(expected, rel=1e-6)

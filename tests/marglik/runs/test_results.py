@@ -129,7 +129,7 @@ def test_another_unit_changes_what_has_a_unit_alone(houses):
             expected = tuple(change.get(key, lambda v: v)(end) for end in ends)
             assert getattr(there.intervals, key) == pytest.approx(expected, rel=1e-9)
     fit, same = asdict(of_a.calibration), asdict(of_b.calibration)
-    for name in ("nll", "nll_map", "nll_scaled_map", "nll_uncalibrated"):
+    for name in ("nll", "nll_map", "nll_temperature_scaled", "nll_uncalibrated"):
         assert same[name] == pytest.approx(fit[name] + math.log(UNIT), rel=1e-9)
     for name in ("calibration", "map_calibration"):
         assert same[name]["sigma_noise"] == pytest.approx(UNIT * fit[name]["sigma_noise"])

@@ -41,7 +41,7 @@ from tests.marglik.runs.command_line import (
 
 ROOT = Path(__file__).parents[3]
 FILES = {
-    "config.yaml", "evaluation.json", "log.jsonl", "model.safetensors",
+    "config.yaml", "evaluation.json", "fingerprints.safetensors", "log.jsonl", "model.safetensors",
     "posterior.json", "posterior.safetensors", "report.html", "results.json",
 }  # fmt: skip
 PREDICTIVES = ["MAP", "MAP, temperature-scaled", "Laplace, probit"]
@@ -134,7 +134,7 @@ def test_digits_preset_keeps_its_promise(tmp_path, capsys, monkeypatch):
     assert nll["learned, Laplace, probit"] <= nll["learned, MAP"] + 0.01
     fit = results.calibration  # on the held-out data, which chose it
     assert fit.nll < fit.nll_map < fit.nll_uncalibrated
-    assert fit.nll_scaled_map < fit.nll_map
+    assert fit.nll_temperature_scaled < fit.nll_map
     assert results.evidence.final > results.evidence.first
     learned = [tensor.learned for tensor in results.weight_decay.values()]
     assert len(set(learned)) == len(learned) == 10

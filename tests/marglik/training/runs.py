@@ -281,14 +281,16 @@ def without_fabric() -> str:
     return ""
 
 
-def in_a_plain_loop(mean_over: str) -> dict[str, Any]:
+def in_a_plain_loop(loss_mean_over: str) -> dict[str, Any]:
     """`PriorLearner` in a loop of torch's own, in `DistributedDataParallel` on several ranks."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     model = net if Ranks().size == 1 else DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     loader = batches("classification", 24, 8)
-    prior = PriorLearner("classification", every=2, steps=7, weight_decay=1e-2, mean_over=mean_over)
+    prior = PriorLearner(
+        "classification", every=2, steps=7, weight_decay=1e-2, loss_mean_over=loss_mean_over
+    )
     prior.start(net, optimizer, loader, 4)
     for _ in range(4):
         for x, y in loader:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from kfac_backend.likelihoods import StudentT
 from marglik import OnlineTraining, PriorLearner
 from marglik.training.algorithm import end_of_epoch, finish, penalty
+from marglik.training.hooks import fingerprints, view_like, view_of_bits
 from tests.marglik.callbacks.online import dataset, loader, network, sgd
 from tests.marglik.plain_loop import learn
 from tests.marglik.states import same
@@ -398,6 +399,20 @@ def of_one_tensor(model, state):
     model[3].bias.data.copy_(state["3.bias"])
 
 
+def of_one_value(model, state):
+    with torch.no_grad():  # by its last bit
+        model[0].weight[2, 1] = torch.nextafter(model[0].weight[2, 1], torch.tensor(9.0))
+
+
+def of_one_value_by_data(model, state):
+    model[0].weight.data[2, 1] = torch.nextafter(model[0].weight.data[2, 1], torch.tensor(9.0))
+
+
+def in_new_memory(model, state):
+    for name, p in model.named_parameters():
+        p.data = state[name].clone()
+
+
 def there_and_back(model, state):
     """As an evaluation of other weights does."""
     present = weights(model)
@@ -438,6 +453,9 @@ RESTORED = {
     "p.data": by_data,
     "a vector": by_vector,
     "one tensor": of_one_tensor,
+    "one value": of_one_value,
+    "one value of p.data": of_one_value_by_data,
+    "p.data itself": in_new_memory,
 }
 
 
@@ -465,6 +483,60 @@ def test_weights_that_are_those_of_the_steps_are_averaged():
     other, prior, state = in_a_loop(restore=nn.Module.load_state_dict)
     assert prior.finish(average=True)["averaged"] == 1
     assert not same(weights(other), state)
+
+
+def test_a_cast_is_a_change_only_if_values_are_lost():
+    for dtype, averaged in ((torch.float64, "unchanged"), (torch.bfloat16, "changed")):
+        model, prior, _ = in_a_loop()
+        model.to(dtype)
+        assert prior._hooks.weights_since_steps() == averaged
+
+
+TENSORS = {
+    "contiguous": torch.linspace(-0.7, 1, 24).view(4, 6),
+    "of odd size": torch.linspace(-0.7, 1, 15).view(5, 3),
+    "a number": torch.tensor(0.5),
+    "at an odd place": torch.linspace(-0.7, 1, 13)[1:],
+    "channels last": torch.linspace(-0.7, 1, 96)
+    .view(2, 3, 4, 4)
+    .to(memory_format=torch.channels_last),
+    "transposed": torch.linspace(-0.7, 1, 24).view(4, 6).T,
+}
+
+
+def one_bit(values):
+    values[-1:] = torch.nextafter(values[-1:], torch.full_like(values[-1:], 9))
+
+
+CHANGES = [one_bit, lambda values: values.mul_(2), torch.neg_, torch.zero_]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_fingerprints_show_changes(tensor, dtype):
+    """Of bits, and of norms, as on a GPU; the same values in other memory have the same."""
+    values = tensor.to(dtype)
+    view = view_of_bits(values)
+    (before,) = fingerprints([view])
+    for change in CHANGES:
+        numbers = values.flatten().clone()
+        change(numbers)
+        changed = numbers.view(values.shape)
+        is_shown = fingerprints([view_like(changed, view)]) != [before]
+        assert is_shown or (change is torch.neg_ and dtype == torch.float64)  # see its docstring
+        if change is not one_bit or dtype != torch.float64:  # whose last bit a norm rounds off
+            norms = [float(*fingerprints([v])) for v in (values, changed)]
+            assert (norms[0] == norms[1]) == (change is torch.neg_)  # nor does it show signs
+    for same_values in (values.clone(), values.contiguous(), values.flatten().view(values.shape)):
+        assert fingerprints([view_like(same_values, view)]) == [before]
+
+
+def test_the_hooks_keep_no_copy_of_the_weights():
+    model, prior, _ = in_a_loop()
+    (left,) = prior._hooks._left
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert {view.untyped_storage().data_ptr() for view in left._views} == own
+    assert sum(f.numel() for f in left._fingerprints) == len(list(model.parameters()))
 
 
 def test_the_state_that_validated_best_is_what_finish_keeps():

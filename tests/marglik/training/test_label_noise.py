@@ -235,10 +235,10 @@ def test_held_out_labels_that_cannot_serve_are_named_before_the_first_step():
         resumed.start(model, optimizer, loader, 6)
 
 
-def test_predictions_are_of_the_true_class_unless_recorded_labels_are_asked_for():
+def test_predictions_are_of_the_true_class_unless_observed_labels_are_asked_for():
     model, (x, y) = nn.Linear(3, 3).double(), data()
     ensemble = Ensemble([model], "noisy_classification(noise=0.3)")
-    p, q = ensemble(x).mean, ensemble.predicting("recorded")(x).mean
+    p, q = ensemble(x).mean, ensemble.predicting("observed")(x).mean
     assert_close(p, torch.softmax(model(x), -1).detach())
     assert_close(q, 0.7 * p + 0.1)
     log_q = likelihood_of("noisy_classification(noise=0.3)").losses(model(x).detach(), y)

@@ -472,7 +472,7 @@ def decays_of_a_tagger(lr, loss_of_terms, loss_scale=1.0):
     data = DataLoader(TensorDataset(x, x[..., :3].argmax(-1)), 8)
     model = network().double()
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
-    options = {**OPTIONS, "weight_decay": 1.0, "mean_over": "terms", "loss_scale": loss_scale}
+    options = {**OPTIONS, "weight_decay": 1.0, "loss_mean_over": "terms", "loss_scale": loss_scale}
     prior = PriorLearner("classification", **options)
 
     def loss(f, y):
@@ -494,10 +494,10 @@ def test_several_terms_are_asked_for_before_anything_is_done():
     x = torch.randn(24, R, 4)
     data = DataLoader(TensorDataset(x, x[..., :3].argmax(-1)), 8)
     model = network()
-    with pytest.raises(ValueError, match="3 loss terms each.*mean_over='terms'"):
+    with pytest.raises(ValueError, match="3 loss terms each.*loss_mean_over='terms'"):
         PriorLearner("classification").start(model, sgd(model), data)
-    with pytest.raises(ValueError, match="mean_over='batch' is not supported"):
-        PriorLearner("classification", mean_over="batch")
+    with pytest.raises(ValueError, match="loss_mean_over='batch' is not supported"):
+        PriorLearner("classification", loss_mean_over="batch")
     with pytest.raises(ValueError, match="learn_sigma_noise=True needs likelihood 'regression'"):
         PriorLearner("classification", learn_sigma_noise=True)
 
@@ -529,7 +529,7 @@ def test_the_noise_that_is_learned_is_that_of_the_data():
     data = DataLoader(TensorDataset(x, y), 30)
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
     learn(model, optimizer, prior, data, 20, loss=lambda f, y: (f - y).square().sum() / len(f) / 2)
-    std = laplace_predictive(prior.posterior)(x).total.sqrt()
+    std = laplace_predictive(prior.posterior)(x).total_uncertainty.sqrt()
     assert std.mean() == pytest.approx(0.1, rel=0.1)
 
 

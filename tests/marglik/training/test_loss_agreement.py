@@ -77,9 +77,9 @@ CASES = {
         "bernoulli", F.binary_cross_entropy_with_logits, {},
         "is 0.3333 times.*mean over outputs.*loss_scale=0.333333",
     ),
-    "terms": ("classification of terms", of_terms, {"mean_over": "terms"}, None),
+    "terms": ("classification of terms", of_terms, {"loss_mean_over": "terms"}, None),
     "a sum of terms": (
-        "classification of terms", lambda f, y: 10 * of_terms(f, y), {"mean_over": "terms"},
+        "classification of terms", lambda f, y: 10 * of_terms(f, y), {"loss_mean_over": "terms"},
         "is 10 times.*loss_scale=10 to",
     ),
 }  # fmt: skip

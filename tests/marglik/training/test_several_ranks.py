@@ -102,10 +102,10 @@ def test_other_processes_need_a_fabric_of_them(each):
         assert 'Fabric(devices=2, strategy="ddp")' in said
 
 
-@pytest.mark.parametrize("mean_over", ["examples", "terms"])
-def test_a_plain_loop_learns_what_one_process_learns(each, mean_over):
-    (alone,) = each(1, "in_a_plain_loop", mean_over)
-    first, second = each(2, "in_a_plain_loop", mean_over)
+@pytest.mark.parametrize("loss_mean_over", ["examples", "terms"])
+def test_a_plain_loop_learns_what_one_process_learns(each, loss_mean_over):
+    (alone,) = each(1, "in_a_plain_loop", loss_mean_over)
+    first, second = each(2, "in_a_plain_loop", loss_mean_over)
     assert_near(first, alone)
     assert_near(second, first, tolerance=0)
 
