@@ -460,7 +460,10 @@ def _check_refusals(la, structure, state):
             {**state, "fit": {}},
             "contains no Kronecker" if structure == "kron" else "fit lacks 'structure', 'H'",
         ),
-        ({**state, "mean": state["mean"].float()}, "in torch.float32, and this one is in torch.fl"),
+        (
+            {**state, "mean": state["mean"].float()},
+            "in torch.float32, but this model is in torch.fl",
+        ),
     ]
     for key in state:
         without = {name: value for name, value in state.items() if name != key}

@@ -108,7 +108,7 @@ def test_some_outputs():
     chosen = [2, 0, 5, 3]
     assert_close(some, f[..., [2, 0]])
     assert_close(of_some, covariance[:, chosen][:, :, chosen])
-    with pytest.raises(ValueError, match="classes has the index 3; the outputs are 0 to 2"):
+    with pytest.raises(ValueError, match="classes has the index 3, but the outputs are 0 to 2"):
         joint(x, [3])
 
 

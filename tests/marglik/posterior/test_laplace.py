@@ -81,7 +81,11 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
         ({"prior_precision": torch.ones(4)}, ValueError, "\\(4,\\). Pass a scalar or \\(6,\\)"),
         ({"temperature": -1.0}, ValueError, "temperature must be positive, not -1.0"),
         ({"prior_precision": -0.5}, ValueError, "must be positive, not -0.5"),
-        ({"prior_precision": None}, TypeError, "prior_precision is None; a number or a tensor"),
+        (
+            {"prior_precision": None},
+            TypeError,
+            "prior_precision=None is not supported. Pass a number or a tensor",
+        ),
         ({"sigma_noise": math.nan, "likelihood": "regression"}, ValueError, "noise .*, not nan"),
         ({"model": None}, TypeError, "The model is None, of type NoneType; a torch.nn.Module"),
         ({"model": nn.DataParallel(network())}, TypeError, "in DataParallel, .* model.module"),

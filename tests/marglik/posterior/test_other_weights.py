@@ -217,7 +217,7 @@ def test_factors_are_restored():
     new.model.load_state_dict(posterior.model.state_dict())
     new.fit([batch()])
     assert_close(posterior.log_marginal_likelihood(), new.log_marginal_likelihood())
-    with pytest.raises(TypeError, match="is dict; KroneckerFactors are needed, as kron"):
+    with pytest.raises(TypeError, match="is dict. Pass the KroneckerFactors that kron"):
         posterior.restore(factors.blocks)
     with pytest.raises(ValueError, match="A posterior needs a block for every trainable parameter"):
         posterior.restore(replace(factors, blocks={}))

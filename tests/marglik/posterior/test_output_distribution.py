@@ -216,8 +216,8 @@ def test_wrong_positions_classes_and_batches(structure):
         (ValueError, r"positions has shape \(7,\)", {"positions": torch.ones(7).bool()}),
         (ValueError, "with 0 positions", {"positions": torch.zeros(8).bool()}),
         (TypeError, "classes has dtype", {"classes": index([0.0])}),
-        (ValueError, "index 3; the outputs are 0 to 2", {"classes": index([3])}),
-        (ValueError, "index -1; the outputs are 0 to 2", {"classes": index([-1])}),
+        (ValueError, "index 3, but the outputs are 0 to 2", {"classes": index([3])}),
+        (ValueError, "index -1, but the outputs are 0 to 2", {"classes": index([-1])}),
         (ValueError, "classes has shape", {"classes": index([[0]])}),
     ):
         with pytest.raises(error, match=message):

@@ -105,7 +105,7 @@ def test_scores_by_hand():
 @pytest.mark.parametrize(
     ("loader", "likelihood", "word"),
     [
-        ([data()], "classification", "this list does not tell"),
+        ([data()], "classification", "examples of this list are unknown"),
         (DataLoader(SET, 8, collate_fn=without_some), "classification", "collate_fn returned"),
         ([(data()[0], data()[0][:, :C])], "regression", "regression"),
     ],

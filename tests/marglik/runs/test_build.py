@@ -175,7 +175,7 @@ def test_a_network_that_fits_is_left_as_it_was_and_another_is_named():
     check_model(model, splits, CurvatureConfig(fisher="mc"), "regression")
     assert model.training and all(p.grad is None for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    with pytest.raises(ValueError, match=r"shape \(2,\); .* omit squeeze"):
+    with pytest.raises(ValueError, match=r"shape \(2,\), but .* omit squeeze"):
         check_model(Squeezed(3, 1), splits, CurvatureConfig(), "regression")
 
 

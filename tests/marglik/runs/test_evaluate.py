@@ -108,7 +108,7 @@ def test_a_forged_record_reads_and_fetches_nothing(run, tmp_path, capsys):
     data = {"class_path": "marglik.data.CIFAR10", "init_args": {"root": str(root)}}
     write_record(path, record | {"data": record["data"] | {"source": data}}, sums)
     message = refusal(capsys, "evaluate", str(run))
-    assert f"root='{root}' is outside of the saved folder, for which a file may not ask" in message
+    assert f"root='{root}' is outside of the saved folder, which a file may not request" in message
     assert f"--data marglik.data.CIFAR10 --data.root {root}" in message
     assert not root.exists()
     network = {"class_path": "torchvision.models.resnet18", "init_args": {"weights": "DEFAULT"}}
@@ -122,8 +122,8 @@ def test_a_posterior_without_a_run(trained, tmp_path, capsys):
     """It does not say how its network is built."""
     folder = tmp_path / "posterior"
     save_posterior(load_posterior(trained, MLP(64, (6,), 3)), folder)
-    assert "how its model is built; pass --model" in refusal(capsys, "evaluate", str(folder))
+    assert "how to build its model. Pass --model" in refusal(capsys, "evaluate", str(folder))
     message = refusal(capsys, "evaluate", str(folder), *MODEL)
-    assert "how its data is built; pass --data" in message
+    assert "how to build its data. Pass --data" in message
     found = evaluate(folder, *MODEL, *DATA)
     assert {*found["MAP"].items()} <= {*metrics(trained)["MAP"].items()}

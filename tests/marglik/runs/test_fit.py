@@ -85,7 +85,7 @@ def test_the_folder_of_a_fit_that_was_killed_is_used_again(
         assert main(fit) == 130
     if when == "the end":
         message = refusal(capsys, *fit)
-        assert "already holds a run (posterior.safetensors); pass --overwrite, or" in message
+        assert "already contains a run (posterior.safetensors). Pass --overwrite, or" in message
         fit += ["--overwrite"]
     assert main(fit) == 0
     before = metrics(folder)

@@ -12,7 +12,7 @@ IMAGES = ["--data", "marglik.data.ImageFolder", "--data.path", "images"]
 TRAINS = {
     "model of another size": (
         ["--model.in_features", "9"],
-        "cannot take shape (1, 8",
+        "does not accept shape (1, 8",
     ),
     "missing folder": (IMAGES, "images/train' is not a folder"),
     "other classes": (["--data", "Digits"], "has 10 classes. Pass --model.num_classes"),
@@ -42,7 +42,7 @@ def test_labels_of_the_test_part_alone(tmp_path, capsys):
     message = refusal(capsys, *TRAIN, *data, "--output", str(tmp_path / "run"))
     assert "the label(s) 5, 6, which no training example has" in message
     saved([0, 1, 2, 1])
-    with pytest.warns(UserWarning, match=r"has the label\(s\) 2, which"):
+    with pytest.warns(UserWarning, match=r"have the label\(s\) 2, which"):
         assert main([*TRAIN, *data, "--output", str(tmp_path / "run")]) == 0
     saved([0, 1, 0, 1])
     with pytest.warns(UserWarning, match="held_out=0.9 leaves 4 of 40 examples"):
@@ -58,16 +58,16 @@ def test_no_gpu_is_named(capsys):
 EVALUATES = {
     "an option of data that are not named": (
         ["--data.path", "x"],
-        "--data.path is an option of a class; pass --data CLASS before it. marglik has CIFAR10, ",
+        "--data.path is an option of a class. Pass --data CLASS before it. marglik has the classes CIFAR10, ",
     ),
-    "data of other classes": (["--data", "Digits"], "digits has 10 classes (0, 1, 2, 3, ...), and"),
+    "data of other classes": (["--data", "Digits"], "digits has 10 classes (0, 1, 2, 3, ...), but"),
     "linearised networks of a layer": (
         ["--methods", "[linearised]", "--predictive.layers", "last"],
         "predictive.layers 'last' is not supported by method 'linearised'",
     ),
     "another network": (
         ["--model", "marglik.models.MLP", "--model.in_features", "65", "--model.num_classes", "3"],
-        "is of another network: 'layers.1.weight' has shape (6, 64) in torch.float32 there, and",
+        "belongs to another network: 'layers.1.weight' has shape (6, 64) in torch.float32 there, but",
     ),
 }
 

@@ -664,7 +664,7 @@ def test_what_cannot_be_trained_is_named_at_the_start():
     cases = [
         (ValueError, "not hold 0.weight, 0.bias, 2.weight, 2.bias, whose", sgd(deepcopy(model))),
         (ValueError, "not hold 0.weight, 0.bias, whose.*requires_grad_", head),
-        (TypeError, "is Linear; a torch.optim.Optimizer", model[0]),
+        (TypeError, "is Linear. Pass a torch.optim.Optimizer", model[0]),
         (ValueError, "LBFGS evaluates.*Pass SGD", torch.optim.LBFGS(model.parameters())),
     ]
     for error, message, optimizer in cases:

@@ -52,7 +52,7 @@ CASES = {
         lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1), {}, None,
     ),
     "class weights": (
-        "classification", weighted_mean, {}, r"counts some classes more.*weights=\[1, 2\]",
+        "classification", weighted_mean, {}, r"larger weights for some classes.*weights=\[1, 2\]",
     ),
     "class weights that are named": (
         f"classification(weights={WEIGHTS.tolist()})", weighted_mean, {}, None,
@@ -233,7 +233,11 @@ def test_lightnings_callback_leaves_no_hooks_after_an_exception():
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("plain", None), ("smoothing", "smoothing of 0.1"), ("weights", "counts some classes more")],
+    [
+        ("plain", None),
+        ("smoothing", "smoothing of 0.1"),
+        ("weights", "larger weights for some classes"),
+    ],
 )
 def test_hugging_faces_callback_compares_the_trainers_loss(kind, expected, tmp_path):
     transformers = pytest.importorskip("transformers")
