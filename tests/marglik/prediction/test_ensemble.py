@@ -112,7 +112,7 @@ def test_saved_and_loaded(tmp_path):
     assert torch.equal(loaded(x).mean, ensemble(x).mean)
     with pytest.raises(ValueError, match="to another network"):
         Ensemble.load(tmp_path, MLP(4, (5,), 3))
-    with pytest.raises(ValueError, match="in torch.float32 there, and .* in torch.float16"):
+    with pytest.raises(ValueError, match="in torch.float32 there, but .* in torch.float16"):
         Ensemble.load(tmp_path, MLP(4, (3,), 3).half())
     with pytest.raises(FileNotFoundError, match="--members"):
         Ensemble.load(tmp_path / "nothing", MLP(4, (3,), 3))

@@ -58,7 +58,7 @@ def test_no_gpu_is_named(capsys):
 EVALUATES = {
     "an option of data that are not named": (
         ["--data.path", "x"],
-        "--data.path is an option of a class. Pass --data CLASS before it. marglik has the classes CIFAR10, ",
+        "--data.path is an option of a class. Pass --data CLASS before it. marglik has the classes",
     ),
     "data of other classes": (["--data", "Digits"], "digits has 10 classes (0, 1, 2, 3, ...), but"),
     "linearised networks of a layer": (
@@ -67,7 +67,7 @@ EVALUATES = {
     ),
     "another network": (
         ["--model", "marglik.models.MLP", "--model.in_features", "65", "--model.num_classes", "3"],
-        "belongs to another network: 'layers.1.weight' has shape (6, 64) in torch.float32 there, but",
+        "belongs to another network: 'layers.1.weight' has shape (6, 64) in torch.float32 there",
     ),
 }
 

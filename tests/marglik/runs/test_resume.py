@@ -147,9 +147,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(worlds, whole, cut_off, tmp_path)
 
 
 OTHER = {
-    "epochs": (["--epochs", "5"], "config.run.epochs is 3 there, 5 here"),
-    "curvature": (["--curvature.fisher", "exact"], "config.curvature.fisher is mc there, exact"),
-    "network": (["--model.hidden", "[7]"], "model_options.hidden is [6] there, [7]"),
+    "epochs": (["--epochs", "5"], "config.run.epochs is 3 there and 5 here"),
+    "curvature": (["--curvature.fisher", "exact"], "config.curvature.fisher is mc there and exact"),
+    "network": (["--model.hidden", "[7]"], "model_options.hidden is [6] there and [7]"),
     "data": (["--data.data.validation", "0.2"], "examples.train is "),
     "labels": (["--data.data.seed", "3"], "normalisation is "),
 }

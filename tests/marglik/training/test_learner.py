@@ -428,7 +428,9 @@ def test_a_state_that_is_not_whole_or_of_another_precision_is_refused():
     third = PriorLearner("classification", average="last")
     third.load_state_dict(state)
     double, (x, y) = network().double(), dataset().tensors
-    with pytest.raises(ValueError, match=r"parameter '0.weight' is .*float32' there, .*float64' h"):
+    with pytest.raises(
+        ValueError, match=r"parameter '0.weight' is .*float32' there and .*float64' h"
+    ):
         third.start(double, sgd(double), DataLoader(TensorDataset(x.double(), y), 8), EPOCHS)
     doubles = [p.detach().double() for p in model.parameters()]
     cast = {"values": doubles, "count": 1, "has_latest": True}
@@ -440,10 +442,10 @@ def test_a_state_that_is_not_whole_or_of_another_precision_is_refused():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"method": "mackay"}, "method is 'adam' there, 'mackay' here"),
+        ({"method": "mackay"}, "method is 'adam' there and 'mackay' here"),
         ({"structure": "scalar"}, "groups"),
-        ({"temperature": 0.5}, "temperature is 1.0 there, 0.5 here"),
-        ({"average": None}, "average is 'last' there, None here"),
+        ({"temperature": 0.5}, "temperature is 1.0 there and 0.5 here"),
+        ({"average": None}, "average is 'last' there and None here"),
     ],
 )
 def test_a_state_of_other_options_is_refused(options, word):
