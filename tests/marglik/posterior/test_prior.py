@@ -95,10 +95,10 @@ def test_a_state_of_other_groups_or_of_less_is_refused_and_changes_nothing(model
     state = Hyperparameters(PriorGroups.from_model(model), 1.0).state_dict()
     for wrong, message in (
         ({}, "hyperparameters lacks 'log_delta', 'log_sigma', 'adam'"),
-        (scalar.state_dict(), r"'log_delta' is \(1,\) in torch.float64, and \(5,\) in"),
+        (scalar.state_dict(), r"'log_delta' is \(1,\) in torch.float64, but here it is \(5,\) in"),
         (
             {**state, "log_delta": state["log_delta"].float()},
-            r"\(5,\) in torch.float32, and \(5,\)",
+            r"\(5,\) in torch.float32, but here it is \(5,\)",
         ),
     ):
         with pytest.raises(ValueError, match=message):
