@@ -214,7 +214,7 @@ def test_wrong_positions_classes_and_batches(structure):
     for error, message, options in (
         (TypeError, "positions has dtype", {"positions": torch.ones(8)}),
         (ValueError, r"positions has shape \(7,\)", {"positions": torch.ones(7).bool()}),
-        (ValueError, "with 0 positions", {"positions": torch.zeros(8).bool()}),
+        (ValueError, "selects 0 positions", {"positions": torch.zeros(8).bool()}),
         (TypeError, "classes has dtype", {"classes": index([0.0])}),
         (ValueError, "index 3, but the outputs are 0 to 2", {"classes": index([3])}),
         (ValueError, "index -1, but the outputs are 0 to 2", {"classes": index([-1])}),
