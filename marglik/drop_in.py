@@ -16,7 +16,7 @@ from marglik.laplace import Laplace, ParametricLaplace, fisher_of_backend
 from marglik.loaders import count_on_ranks
 from marglik.posterior.jacobian_ggn import Structure
 from marglik.posterior.prior import precision_to_weight_decay
-from marglik.training.decay_policy import WEIGHT_DECAY
+from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining, ranks_of
 from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
@@ -53,6 +53,7 @@ def marglik_training(
     keep: Keep = "last",
     average: Average | None = "last",
     held_out: Iterable[Any] | None = None,
+    correct_decays: bool = False,
     curvature_from: CurvatureFrom = "auto",
     **options: Any,
 ) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
@@ -97,6 +98,8 @@ def marglik_training(
             laplace-torch; see `Schedule`.
         average: which parameters are averaged, see `Schedule`.
         held_out: batches that the network is not trained on, see `OnlineTraining`.
+        correct_decays: whether these batches correct the weight decays of a classifier, see
+            `DecayPolicy.corrected`.
         curvature_from: "pass" sees all data in each update, as laplace-torch does; see
             `LearnerOptions`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
@@ -154,6 +157,7 @@ def marglik_training(
         schedule=schedule,
         hessian_structure=hessian_structure,
         curvature_from=curvature_from,
+        policy=DecayPolicy.corrected() if correct_decays else DecayPolicy(),
     )
     result = OnlineTraining(
         model,

@@ -61,7 +61,8 @@ class MarginalLikelihood(Callback):
         network: the module's attribute that holds the network, "net" for ``self.net``; None if the
             module itself returns logits. The dataloader's batches must be (x, y), or mappings.
         held_out: batches that the network is not trained on, from which "noisy_classification"
-            learns the share of wrong labels; None looks for it in the training labels.
+            learns the share of wrong labels; None looks for it in the training labels. With
+            ``policy=DecayPolicy.corrected()`` they correct the weight decays of classifiers.
         options: further arguments of `PriorLearner`.
 
     Raises:

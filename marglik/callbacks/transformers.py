@@ -86,7 +86,8 @@ class MarginalLikelihood(TrainerCallback):
             -100 as the label that does not count, see `TargetOptions` and docs/callbacks.md.
         held_out: batches that the model is not trained on, from which "noisy_classification" learns
             the share of wrong labels; None looks for it in the training labels. The trainer must
-            compute that likelihood's loss: `attached` makes it call `loss`.
+            compute that likelihood's loss: `attached` makes it call `loss`. With
+            ``policy=DecayPolicy.corrected()`` the batches correct the weight decays of classifiers.
         options: further arguments of `PriorLearner`; for language models use
             loss_mean_over="terms".
 
