@@ -89,17 +89,32 @@ def atoms() -> tuple[Tensor, Tensor]:
     return (x - x.mean(0)) / x.std(0).clamp(min=1e-3), labels
 
 
+SOURCES = ("e2e", "webnlg", "WikiSQL_decl_sents")
+"""Collections of DART's sentences."""
+
+
+def sentences() -> list[tuple[str, str]]:
+    """DART's sentences of these collections, with the collection."""
+    entries = json.loads(unpacked(None, FILE, ORIGIN))
+    pairs = [(a["text"], a["source"]) for entry in entries for a in entry["annotations"][:1]]
+    return [(text, source) for text, source in pairs if source in SOURCES]
+
+
+def letters() -> tuple[Tensor, Tensor]:
+    """The first 64 letters of DART's sentences, (2,596, 64) in 64 kinds; their collection."""
+    pairs = sentences()
+    codes = [[ord(c) % 64 for c in text[:64].ljust(64)] for text, _ in pairs]
+    return torch.tensor(codes), torch.tensor([SOURCES.index(source) for _, source in pairs])
+
+
 def texts() -> tuple[Tensor, Tensor]:
     """Three letters in a row of DART's sentences, hashed (2,596, 256); their collection."""
-    entries = json.loads(unpacked(None, FILE, ORIGIN))
-    sources = ("e2e", "webnlg", "WikiSQL_decl_sents")
-    pairs = [(a["text"], a["source"]) for entry in entries for a in entry["annotations"][:1]]
-    pairs = [(text, source) for text, source in pairs if source in sources]
+    pairs = sentences()
     x = torch.zeros(len(pairs), 256)
     for row, (text, _) in zip(x, pairs, strict=True):
         for i in range(len(text) - 2):
             row[crc32(text[i : i + 3].encode()) % 256] += 1
-    return F.normalize(x) * 16, torch.tensor([sources.index(source) for _, source in pairs])
+    return F.normalize(x) * 16, torch.tensor([SOURCES.index(source) for _, source in pairs])
 
 
 def uci(name: str) -> tuple[Tensor, Tensor]:
@@ -112,6 +127,13 @@ def wine() -> tuple[Tensor, Tensor]:
     """Measurements of red wines (1,599, 11); below the mean grade, about, or above."""
     x, y = uci("wine-quality-red")
     return x, (y[:, 0] > -0.2).long() + (y[:, 0] > 1)
+
+
+def protein() -> tuple[Tensor, Tensor]:
+    """Properties of folded proteins (5,000, 9); the fifth of their sizes."""
+    x, y = (part[:5000] for part in uci("protein-tertiary-structure"))
+    edges = y[:, 0].quantile(torch.tensor([0.2, 0.4, 0.6, 0.8]))
+    return x, torch.bucketize(y[:, 0], edges)
 
 
 # Problems
