@@ -284,7 +284,7 @@ def test_linearised_networks_and_variances_alone_are_calibrated_as_covariances()
     la, _ = fitted()
     held_out = [data(n=24)]
     by_mc, by_networks = (
-        calibrate(la, held_out, PredictiveConfig(method, samples=400, networks=400)).fit
+        calibrate(la, held_out, PredictiveConfig(method, samples=400, networks=400)).calibration_fit
         for method in ("mc", "linearised")
     )
     assert by_networks.nll_uncalibrated == pytest.approx(by_mc.nll_uncalibrated, rel=0.02)
