@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from marglik.attribution.influence import influence as influence
     from marglik.augmentation import LearnedAugmentation as LearnedAugmentation
     from marglik.drop_in import marglik_training as marglik_training
     from marglik.estimators import MarglikClassifier as MarglikClassifier
@@ -70,6 +71,7 @@ _MODULES = {
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.metrics",
     "laplace_predictive": "prediction.predictive",
+    "influence": "attribution.influence",
     "load_posterior": "posterior_file",
     "map_predictive": "prediction.predictive",
     "marglik_training": "drop_in",
