@@ -65,17 +65,43 @@ class Search:
         """
         names = {name for t in assignment.all for name in t.parameters.values()}
         names |= assignment.unknown.keys()
-        assignment, comparison = self._derived(assignment)
+        # Step 1: the rules of the layers' classes. Derived layers that take other arguments are
+        # followed.
+        while True:
+            try:
+                if any(divided.by_parts.is_checked for divided in assignment.divided):
+                    check_parts(self.model, assignment, self.few)
+                comparison = self.check(assignment)
+                break
+            except UnexpectedRun as error:
+                if class_and_hooks(error.tracked.layer)[0] is error.tracked.layer_type:
+                    raise
+                assignment = _without_layers(assignment, [error.tracked])
+        if comparison.is_other_output:  # own parameters are all that has copies so far
+            own = _own_names(assignment)
+            raise Refusal(dict.fromkeys(own, no_copies(own))) from comparison.error
+        # Step 2: the other candidates.
         for candidate in CANDIDATES:
-            if not comparison.is_finite:
-                return assignment, comparison
-            assignment, comparison = candidate(self, assignment, comparison)
-        raise_mixed(comparison)
+            # Of one example a single row may be what all examples share.
+            is_open = self.N == 1 or comparison.unknown or assignment.unknown
+            if comparison.is_finite and (is_open or not comparison.agrees):
+                assignment, comparison = candidate(self, assignment, comparison)
+        if not comparison.is_finite:
+            return assignment, comparison
+        if not comparison.agrees:
+            raise_mixed(comparison)
         for x, counted in self._batches[1:]:
             raise_mixed(compare(self.model, assignment, x, counted))
-        self._warn_of_idle_layers(assignment, comparison)
+        # Step 3: layers that did not run, and rows of embeddings that are constants.
+        runs = comparison.runs.number
+        ran = {name for t in assignment.layers if runs[t] for name in t.parameters.values()}
+        if idle := [str(t) for t in assignment.layers if not ran.issuperset(t.parameters.values())]:
+            warnings.warn(
+                f"No part of the forward pass, so that their blocks are zero: {', '.join(idle)}.",
+                stacklevel=2,
+            )
         assert names <= {name for t in assignment.all for name in t.parameters.values()}
-        # Rows of embeddings that are constants, where any can be.
+        # Where any can be.
         of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]
         if assignment.diagonal or of_layers.count(None) < len(of_layers):
             from kfac_backend.engine.operations.padding import padding_rows
@@ -97,22 +123,6 @@ class Search:
                 raise NotImplementedError(no_copies(_own_names(assignment))) from comparison.error
             for message in self._messages(assignment, comparison).values():
                 raise NotImplementedError(message)
-        return assignment, comparison
-
-    def _derived(self, assignment: RuleAssignment) -> tuple[RuleAssignment, Comparison]:
-        """The first check. Derived layers that take other arguments are followed."""
-        while True:
-            try:
-                check_parts(self.model, assignment, self.few)
-                comparison = self.check(assignment)
-                break
-            except UnexpectedRun as error:
-                if class_and_hooks(error.tracked.layer)[0] is error.tracked.layer_type:
-                    raise
-                assignment = _without_layers(assignment, [error.tracked])
-        if comparison.is_other_output:  # own parameters are all that has copies so far
-            names = _own_names(assignment)
-            raise Refusal(dict.fromkeys(names, no_copies(names))) from comparison.error
         return assignment, comparison
 
     def other_rules(
@@ -139,8 +149,7 @@ class Search:
         self, assignment: RuleAssignment, comparison: Comparison
     ) -> tuple[RuleAssignment, Comparison]:
         """Candidates 2: runs on an input that all examples share, on several rows, on constants."""
-        is_one = self.N == 1  # of which a single row may be what all examples share
-        if self.N is not None and (is_one or comparison.unknown or comparison.mixed):
+        if self.N is not None and (self.N == 1 or comparison.unknown or comparison.mixed):
             return self._shared_or_consecutive(assignment, comparison)
         if comparison.has_constants:
             assignment = _with_runs(assignment, comparison.runs.kinds())
@@ -215,7 +224,7 @@ class Search:
         while True:
             comparison = self.check(assignment)
             runs = dict(assignment.runs)
-            for tracked in comparison.mixed + comparison.runs.not_divisible:
+            for tracked in comparison.mixed:
                 # The experts of one array are all routed alike.
                 names = set(tracked.parameters.values())
                 if "consecutive" in runs.get(tracked.layer, ()):
@@ -301,21 +310,6 @@ class Search:
                     raise NotImplementedError(messages[name])
         return messages
 
-    def _warn_of_idle_layers(self, assignment: RuleAssignment, comparison: Comparison) -> None:
-        ran = {
-            n for t in assignment.layers if comparison.runs.number[t] for n in t.parameters.values()
-        }
-        idle = [
-            str(t)
-            for t in assignment.layers
-            if not comparison.runs.number[t] and not ran.issuperset(t.parameters.values())
-        ]
-        if idle:
-            warnings.warn(
-                f"No part of the forward pass, so that their blocks are zero: {', '.join(idle)}.",
-                stacklevel=2,
-            )
-
 
 CANDIDATES = (Search.other_rules, Search.other_runs, Search.followed)
 """What is tried in this order where the check disagrees; after them comes a refusal."""
@@ -333,7 +327,7 @@ def raise_mixed(comparison: Comparison) -> None:
             "whatever pools over positions, or let them count (those that a batch's mask "
             "hides: dict_key_mask=None)."
         )
-    for tracked in comparison.mixed + comparison.runs.not_divisible:
+    for tracked in comparison.mixed:
         if isinstance(tracked.layer, OwnParameter):
             names = list(tracked.parameters.values())
             raise Refusal(dict.fromkeys(names, no_copies(names)))

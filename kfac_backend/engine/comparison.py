@@ -13,7 +13,6 @@ Both are linear in u, so that equality at random values is equality.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -92,7 +91,31 @@ class Comparison:
     @property
     def agrees(self) -> bool:
         """Whether all is proved, but for the examples of ``unknown`` layers' rows."""
-        return not (self.is_other_output or self.wrong or self.mixed or self.hidden)
+        is_wrong = self.is_other_output or self.wrong or self.mixed or self.hidden
+        return not (is_wrong or self.has_constants)
+
+    def mistakes(
+        self, use: Use, b: Tensor, b_of_c: Tensor, c: Tensor, tolerance: float
+    ) -> list[TrackedLayer] | None:
+        """The list for the layer of a use, by the gradients b for u and ``b_of_c`` for c_n u_n."""
+        b, b_of_c = (at_least_float32(g).reshape(len(g), -1) for g in (b, b_of_c))
+        c, is_unknown = c.to(b), False
+        if use.rows is not None:
+            if b[use.rows.index == use.rows.num_examples].any():
+                return self.hidden
+            if use.rows.num_examples != len(c):  # reported by the pass
+                return None
+            c = torch.cat([c, c.new_zeros(1)])[use.rows.index]
+        elif len(b) != len(c):
+            # Whose rows they are is unknown. Each must belong to one of the examples all the same.
+            ratio = (b_of_c * b).sum(1) / (b * b).sum(1).clamp(min=torch.finfo(b.dtype).tiny)
+            c, is_unknown = c[(ratio[:, None] - c).abs().argmin(1)], True
+        norms = b.norm(dim=1)
+        # Rows in which all cancels have rounding alone.
+        limit = 1e-2 * tolerance * (norms + 1e-3 * norms.amax() if len(norms) else norms)
+        if ((b_of_c - c[:, None] * b).norm(dim=1) > limit).any():
+            return self.mixed
+        return self.unknown if is_unknown else None
 
 
 def compare(
@@ -125,13 +148,16 @@ def compare(
     kinds = chain.from_iterable(assignment.runs.values())
     is_replaced = bool(own_forwards or assignment.own_parameters or assignment.operations.names)
     is_replaced |= any(isinstance(kind, SharedAxes) or kind == "followed" for kind in kinds)
-    sink = _Gradients(keeps_graph=not is_replaced)
+    sink, used = _Gradients(keeps_graph=not is_replaced), DtypesInUse()
     capture = Capture(model, assignment, sink, constants=None if is_replaced else leaves)
     expected = None
 
-    def forward() -> tuple[Tensor, float]:
-        with forked_random_numbers(model), DtypesInUse() as used:
-            return capture.forward(x), used.tolerance
+    def check_input(tracked: TrackedLayer, _: nn.Module, args: tuple, kwargs: Any) -> None:
+        check_run(model, tracked, tracked.rule.input_of(args, kwargs))
+
+    def forward() -> Tensor:
+        with forked_random_numbers(model), used:
+            return capture.forward(x)
 
     # Step 1: the forward pass.
     with torch.enable_grad():
@@ -140,15 +166,14 @@ def compare(
             with forwards, forked_random_numbers(model):
                 expected = call_with(model, leaves, x)
         # Before a layer runs, since its own error would not name it.
-        with capture, layer_hooks(assignment, before=partial(_check_run, model)):
+        with capture, layer_hooks(assignment, before=check_input):
             # With copies a forward may fail in any way.
-            result = try_twice(forward) if is_replaced else forward()
-            if isinstance(result, NotImplementedError):
-                raise result
-            if isinstance(result, Exception):
-                return Comparison(is_other_output=True, error=result)
-            f, tolerance = result
-            comparison = Comparison(capture.runs, f.dim())
+            f = try_twice(forward) if is_replaced else forward()
+            if isinstance(f, NotImplementedError):
+                raise f
+            if isinstance(f, Exception):
+                return Comparison(is_other_output=True, error=f)
+            comparison, tolerance = Comparison(capture.runs, f.dim()), used.tolerance
             if expected is not None and not close(expected.detach(), f.detach(), tolerance):
                 comparison.is_other_output = True
                 return comparison
@@ -161,19 +186,17 @@ def compare(
     # Step 3: the comparison.
     first, *others = sink.by_vector
     comparison.is_finite = all(bool(b.norm(torch.inf).isfinite()) for b in first.values())
-    if comparison.is_finite:
-        comparison.wrong = _wrong_gradients(assignment, leaves, by_autograd, first, tolerance)
-        for (tracked, use), b in first.items():
-            for c, vector in zip(coefficients, others, strict=False):
-                other = vector.get((tracked, use), torch.zeros_like(b))
-                _check_rows(comparison, tracked, use, b, other, c, tolerance)
+    if not comparison.is_finite:
+        return comparison
+    comparison.wrong = _wrong_gradients(assignment, leaves, by_autograd, first, tolerance)
+    comparison.mixed += dict.fromkeys(capture.runs.not_divisible)
+    for (tracked, use), b in first.items():
+        for c, vector in zip(coefficients, others, strict=False):
+            b_of_c = vector.get((tracked, use), torch.zeros_like(b))
+            layers = comparison.mistakes(use, b, b_of_c, c, tolerance)
+            if layers is not None and tracked not in layers:
+                layers.append(tracked)
     return comparison
-
-
-def _check_run(
-    model: nn.Module, tracked: TrackedLayer, _: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> None:
-    check_run(model, tracked, tracked.rule.input_of(args, kwargs))
 
 
 def _propagate(
@@ -258,44 +281,6 @@ def _wrong_gradients(
         if not float(difference.norm()) <= tolerance * largest:
             wrong.setdefault(name, float(difference.norm()) / max(largest, 1e-300))
     return wrong
-
-
-def _check_rows(
-    comparison: Comparison,
-    tracked: TrackedLayer,
-    use: Use,
-    b: Tensor,
-    other: Tensor,
-    c: Tensor,
-    tolerance: float,
-) -> None:
-    """Note what is wrong with a use's rows, of gradients b for u and ``other`` for c_n u_n."""
-    b, other = (at_least_float32(g).reshape(len(g), -1) for g in (b, other))
-    c, is_unknown = c.to(b), False
-    if use.rows is not None:
-        counts = use.rows.index < use.rows.num_examples
-        if b[~counts].any():
-            _note(comparison.hidden, tracked)
-            return
-        if use.rows.num_examples != len(c):  # reported by the pass
-            return
-        c = torch.cat([c, c.new_zeros(1)])[use.rows.index]
-    elif len(b) != len(c):
-        # Whose rows they are is unknown. Each must belong to one of the examples all the same.
-        ratio = (other * b).sum(1) / (b * b).sum(1).clamp(min=torch.finfo(b.dtype).tiny)
-        c, is_unknown = c[(ratio[:, None] - c).abs().argmin(1)], True
-    norms = b.norm(dim=1)
-    # Rows in which all cancels have rounding alone.
-    limit = 1e-2 * tolerance * (norms + 1e-3 * norms.amax() if len(norms) else norms)
-    if ((other - c[:, None] * b).norm(dim=1) > limit).any():
-        _note(comparison.mixed, tracked)
-    elif is_unknown:
-        _note(comparison.unknown, tracked)
-
-
-def _note(layers: list[TrackedLayer], tracked: TrackedLayer) -> None:
-    if tracked not in layers:
-        layers.append(tracked)
 
 
 @contextmanager

@@ -165,7 +165,7 @@ class Proof:
             if isinstance(again, NotImplementedError):
                 return False
             raise again
-        holds = again.agrees and again.is_finite and not again.has_constants
+        holds = again.is_finite and again.agrees
         if holds:
             self._accept(self.assignment, again, 2)
         return holds
@@ -182,7 +182,7 @@ class Proof:
         search = Search(self._model, self.batch.can_split, x, N, counted)
         with forked_random_numbers(self._model):
             comparison = search.check(self.assignment)
-        for tracked in comparison.mixed or comparison.runs.not_divisible:
+        for tracked in comparison.mixed:
             raise NotImplementedError(
                 f"{mixed_message(tracked)} In earlier batches each example had as many rows as the "
                 "others. Say which example each row belongs to (examples_of_rows)."
