@@ -368,7 +368,7 @@ class _Softmax(_Labels):
                     f"weights must be a positive number for each class, not {weights!r}"
                 )
         object.__setattr__(self, "needs_targets", self.weights is not None)
-        if _finite(self.smoothing) is None or not 0 <= self.smoothing < 1:
+        if not isinstance(self.smoothing, int | float) or not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing in [0, 1) is needed, not {self.smoothing!r}")
 
     def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:

@@ -109,11 +109,6 @@ def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
     return x, y
 
 
-def has_no_examples(y: Any) -> bool:
-    """Whether a batch with these targets is empty."""
-    return isinstance(y, Tensor) and y.dim() > 0 and not len(y)
-
-
 class Arguments(dict[Any, Any]):
     """Several arguments of a model's call: positional ones by their number, others by their name.
 
@@ -229,13 +224,6 @@ def example_shapes(x: Any) -> Any:
     if isinstance(x, Mapping):
         return tuple((key, example_shapes(value)) for key, value in x.items())
     return x.shape[1:] if isinstance(x, Tensor) else None
-
-
-def first_and_last(x: Any, N: int | None) -> Any:
-    """The first and the last of an input's N examples: in a sorted batch they differ most."""
-    if not isinstance(x, Tensor | Mapping) or not N:  # of a user's objects only slices are known
-        return examples(x, slice(2))
-    return examples(x, slice(None, None, max(N - 1, 1)))
 
 
 def splits_by_example(x: Any, y: Any) -> bool:

@@ -27,6 +27,10 @@ from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes
 from kfac_backend.sharding import class_and_hooks
 
+MOST_EXAMPLES = 8
+"""The most distinct examples that a proof runs on, unless a batch cannot be split. Mixing shows
+only among examples that are there."""
+
 
 class Search:
     """Finds the first assignment that the check agrees with.
@@ -34,14 +38,19 @@ class Search:
     Args:
         model: the model.
         can_split: whether examples alone have the outputs that they have together.
-        x: a few examples.
-        N: their number; None if it is not known.
+        x: a batch, of which `MOST_EXAMPLES` run, spread evenly over it, if it can be split.
+        N: the number of its examples; None if it is not known.
         counted: the loss terms (N, ...) that count; None is all.
     """
 
     def __init__(
         self, model: nn.Module, can_split: bool, x: Any, N: int | None, counted: Tensor | None
     ) -> None:
+        if can_split and N is not None and N > MOST_EXAMPLES:
+            index = torch.linspace(0, N - 1, MOST_EXAMPLES, dtype=torch.float64).long()
+            index = index.to(next(model.parameters()).device)
+            x, N = examples(x, index), MOST_EXAMPLES
+            counted = None if counted is None else counted[index]
         self.model, self.N, self.few = model, N, x
         self._batches = [(x, counted)]
         if N is not None and N > 1:
@@ -151,7 +160,7 @@ class Search:
         """Candidates 2: runs on an input that all examples share, on several rows, on constants."""
         if self.N is not None and (self.N == 1 or comparison.unknown or comparison.mixed):
             return self._shared_or_consecutive(assignment, comparison)
-        if comparison.has_constants:
+        if comparison.runs.constants():
             assignment = _with_runs(assignment, comparison.runs.kinds())
         return assignment, comparison
 
@@ -213,9 +222,8 @@ class Search:
         for tracked, number in shared:
             kinds[tracked][number] = "followed"
         assignment = _with_runs(assignment, kinds)
-        if shared:  # `followed` compares
-            return assignment, comparison
-        return self._consecutive_where_right(assignment)
+        # `followed` compares, if there is anything shared.
+        return (assignment, comparison) if shared else self._consecutive_where_right(assignment)
 
     def _consecutive_where_right(
         self, assignment: RuleAssignment
@@ -276,7 +284,7 @@ class Search:
                     raise Refusal(wrong_now or every) from compared.error
                 if compared.wrong:
                     raise Refusal(self._messages(tried, compared))
-                if compared.has_constants:
+                if compared.runs.constants():
                     tried = _with_runs(tried, compared.runs.kinds())
                 return tried, compared
             except Refusal as refusal:

@@ -43,7 +43,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.engine.batches import has_no_examples
+from kfac_backend.engine.batches import num_examples
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood, counted_terms
@@ -268,7 +268,7 @@ def collected(
     task = Task(likelihood, options)
 
     def of_batch(x: Any, y: Any) -> tuple[Tensor, ...]:
-        if has_no_examples(y):
+        if num_examples(y) == 0:
             raise ValueError("A held-out batch has no examples; leave it out.")
         y = task.targets(model, x, y)
         task.check_axis(model, x, y)
