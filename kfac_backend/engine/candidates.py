@@ -54,9 +54,9 @@ class Search:
         self.model, self.N, self.few = model, N, x
         self._batches = [(x, counted)]
         if N is not None and N > 1:
-            again, numbers = with_first_again(x, N, can_split)
-            if numbers is not None:
-                of_them = None if counted is None else counted[numbers.to(counted.device)]
+            again, index = with_first_again(x, N, can_split)
+            if index is not None:
+                of_them = None if counted is None else counted[index.to(counted.device)]
                 # Where the copy replaces another example, that one is compared, too.
                 self._batches = [(again, of_them), *([] if can_split else self._batches)]
 
@@ -179,21 +179,21 @@ class Search:
         def trial() -> tuple[dict[TrackedLayer, list[Run]], list[dict[TrackedLayer, list[Any]]]]:
             shapes = []
             # The same example twice, not two: sizes that depend on values (routing) then agree.
-            for numbers in ([0, 0], [0]):
-                some, inputs = examples(self.few, torch.tensor(numbers)), _InputShapes()
+            for index in ([0, 0], [0]):
+                some, inputs = examples(self.few, torch.tensor(index)), _InputShapes()
                 with Capture(self.model, assignment, inputs) as capture:
                     with forked_random_numbers(self.model):
                         f = capture.forward(some)
-                    if len(numbers) == 1:
+                    if len(index) == 1:
                         capture.backward(f, [noise_like(f)])
                     runs = capture.runs.kinds()
                 shapes.append({t: of_runs for t, of_runs in inputs.shapes.items() if t in runs})
             return runs, shapes
 
-        recorded = try_twice(trial)
-        if isinstance(recorded, Exception):  # a model that needs a whole batch
+        result = try_twice(trial)
+        if isinstance(result, Exception):  # a model that needs a whole batch
             return _with_runs(assignment, comparison.runs.kinds()), comparison
-        kinds, (shapes_of_two, shapes) = recorded
+        kinds, (shapes_of_two, shapes) = result
         shared: dict[tuple[TrackedLayer, int], torch.Size] = {}
         for tracked, sizes in shapes.items():
             of_two = shapes_of_two.get(tracked, [])
@@ -266,11 +266,11 @@ class Search:
         idle = [t for t in layers if not comparison.runs.number[t]]
         # A layer's own runs are by its rule, if it is right and other uses are not seen; or they
         # are followed, too, if it is not.
-        attempts = [idle, layers]
+        choices = [idle, layers]
         if any(class_and_hooks(t.layer) != (t.layer_type, []) for t in layers):
-            attempts.reverse()
+            choices.reverse()
         refusals = []
-        for without in attempts if len(idle) < len(layers) else [idle]:
+        for without in choices if len(idle) < len(layers) else [idle]:
             tried = _without_layers(assignment, without)
             messages = {**wrong, **{n: e for n, e in tried.unknown.items() if n not in wrong}}
             try:
@@ -447,10 +447,10 @@ def with_first_again(x: Any, N: int, can_split: bool = True) -> tuple[Any, Tenso
         return x, None
     tensors = x.values() if isinstance(x, dict) else [x]
     device = next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
-    numbers = torch.arange(N + 1 if can_split else N, device=device)
-    numbers[-1] = 0
-    again = try_twice(lambda: examples(x, numbers))  # objects of the user's may take slices alone
-    return (again, numbers) if type(again) is type(x) else (x, None)
+    index = torch.arange(N + 1 if can_split else N, device=device)
+    index[-1] = 0
+    again = try_twice(lambda: examples(x, index))  # objects of the user's may take slices alone
+    return (again, index) if type(again) is type(x) else (x, None)
 
 
 @dataclass(eq=False)

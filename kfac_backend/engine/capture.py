@@ -433,7 +433,7 @@ class Capture:
         if kind == "consecutive" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
             runs.rows.add((tracked, len(a) // N))
-            if len(a) % N:
+            if len(a) % N and tracked not in runs.not_divisible:
                 runs.not_divisible.append(tracked)
         # Step 3: report the input, and remember that a gradient has to come.
         use = Use(a if rows is None else rows.flatten(a), rows)

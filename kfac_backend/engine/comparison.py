@@ -13,7 +13,6 @@ Both are linear in u, so that equality at random values is equality.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -138,7 +137,7 @@ def compare(
         assignment: its layers. Parameters that none of them has are constants.
         x: a few examples.
         counted: (N, ...), the loss terms that count; None is all.
-        own_forwards: compare with layers' own forwards, where these run by parts.
+        own_forwards: compare with the forwards of layers that run by parts.
 
     Raises:
         NotImplementedError: a run of a layer that hooks cannot follow.
@@ -150,9 +149,9 @@ def compare(
     # Step 1: the forward pass.
     with torch.enable_grad():
         expected = _expected(model, assignment, leaves, x, own_forwards)
-        is_replaced, used = expected is not None, DtypesInUse()
-        sink = _Gradients(keeps_graph=not is_replaced)
-        capture = Capture(model, assignment, sink, constants=None if is_replaced else leaves)
+        is_itself, used = expected is None, DtypesInUse()
+        sink = _Gradients(keeps_graph=is_itself)
+        capture = Capture(model, assignment, sink, constants=leaves if is_itself else None)
         # Before a layer runs, since its own error would not name it. There is no output yet.
         checked = layer_hooks(
             assignment,
@@ -161,14 +160,13 @@ def compare(
         with capture, checked:
             with forked_random_numbers(model), used:
                 # With copies a forward may fail in any way.
-                forward = partial(capture.forward, x)
-                f = try_twice(forward) if is_replaced else forward()
+                f = capture.forward(x) if is_itself else try_twice(lambda: capture.forward(x))
             if isinstance(f, NotImplementedError):
                 raise f
             if isinstance(f, Exception):
                 return Comparison(is_other_output=True, error=f)
-            comparison, tolerance = Comparison(capture.runs, f.dim()), used.tolerance
-            if expected is not None and not close(expected.detach(), f.detach(), tolerance):
+            comparison = Comparison(capture.runs, f.dim(), mixed=capture.runs.not_divisible)
+            if expected is not None and not close(expected.detach(), f.detach(), used.tolerance):
                 comparison.is_other_output = True
             else:
                 comparison.is_finite = f.dim() > 1 and bool(torch.isfinite(f).all())
@@ -180,10 +178,9 @@ def compare(
     first, *others = sink.by_vector
     comparison.is_finite = all(bool(b.norm(torch.inf).isfinite()) for b in first.values())
     if comparison.is_finite:
-        comparison.wrong = _wrong_gradients(assignment, leaves, by_autograd, first, tolerance)
-        comparison.mixed += dict.fromkeys(capture.runs.not_divisible)
+        comparison.wrong = _wrong_gradients(assignment, leaves, by_autograd, first, used.tolerance)
         for c, of_c in zip(coefficients, others, strict=False):
-            comparison.add_rows(first, of_c, c, tolerance)
+            comparison.add_rows(first, of_c, c, used.tolerance)
     return comparison
 
 

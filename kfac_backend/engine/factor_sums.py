@@ -170,11 +170,11 @@ def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
         # Used both whole and in slots, or in several ways that are no orientations or modes of one
         # weight.
         whole_and_in_slots = None in slots and len(slots) > 1
-        several = any(len(kinds) > 1 for kinds in slots.values())
+        in_several_ways = any(len(kinds) > 1 for kinds in slots.values())
         of_one_weight = len(slots) == 1 and all(
             kind[0] == "weight" for kinds in slots.values() for kind in kinds
         )
-        if whole_and_in_slots or (several and not of_one_weight):
+        if whole_and_in_slots or (in_several_ways and not of_one_weight):
             layers = dict.fromkeys(str(t) for kinds in slots.values() for t in kinds.values())
             raise NotImplementedError(
                 f"Parameter '{name}' is used in different ways by {' and '.join(layers)}, "
