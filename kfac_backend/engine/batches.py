@@ -17,9 +17,7 @@ from tqdm.auto import tqdm
 from kfac_backend.options import TargetOptions
 
 
-def each_batch(
-    loader: Iterable[Any], description: str, progress: bool = False, unit: str = "batch"
-) -> Iterator[Any]:
+def each_batch(loader: Iterable[Any], description: str, progress: bool = False) -> Iterator[Any]:
     """The batches of one pass over a loader, with a progress bar on a terminal if asked for.
 
     The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so that a
@@ -29,7 +27,7 @@ def each_batch(
         return iter(loader)
     # disable=None: shown on a terminal only.
     total = length(loader)
-    return iter(tqdm(iter(loader), description, total, leave=False, unit=unit, disable=None))
+    return iter(tqdm(iter(loader), description, total, leave=False, unit="batch", disable=None))
 
 
 def length(loader: Any) -> int | None:

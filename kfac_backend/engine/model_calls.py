@@ -307,13 +307,7 @@ class DtypesInUse(TorchFunctionMode):
     tolerance: float = 0.0
     """The tolerance of that dtype."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if isinstance(output, Tensor) and output.is_floating_point():
             of_output = TOLERANCES.get(output.dtype, OTHER_TOLERANCE)

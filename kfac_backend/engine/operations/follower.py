@@ -188,13 +188,7 @@ class Follower(TorchFunctionMode):
         # which autograd reaches one by one, so that the sum is reported when the vector is done.
         self._partial_gradients: dict[LayerRun, Tensor] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Most operations have no followed parameter among their arguments: they run as they are.
         expressions = [e for value in tensors_in((args, kwargs)) if (e := self._expression(value))]
