@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples
-from kfac_backend.engine.capture import Capture, Sink, UnexpectedRun
+from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.comparison import Comparison, compare
 from kfac_backend.engine.model_calls import (
     forked_random_numbers,
@@ -21,7 +21,12 @@ from kfac_backend.engine.model_calls import (
     preserve_state,
     try_twice,
 )
-from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
+from kfac_backend.engine.rule_assignment import (
+    Refusal,
+    RuleAssignment,
+    TrackedLayer,
+    UnexpectedRun,
+)
 from kfac_backend.layers import Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes

@@ -33,7 +33,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from kfac_backend.engine.batches import num_examples
 from kfac_backend.engine.model_calls import call_with, explicit_forwards
-from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, UnexpectedRun
 from kfac_backend.layers import Use
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
 from kfac_backend.layers.weight_sharing import LinearRule
@@ -526,14 +526,6 @@ class Capture:
         if output.grad_fn is not None:
             self._nodes.add(output.grad_fn)
         return output
-
-
-class UnexpectedRun(TypeError):
-    """A layer's input or output is not that of its class."""
-
-    def __init__(self, tracked: TrackedLayer, message: str) -> None:
-        super().__init__(message)
-        self.tracked = tracked
 
 
 def layer_hooks(

@@ -165,7 +165,7 @@ def compare(
                 raise f
             if isinstance(f, Exception):
                 return Comparison(is_other_output=True, error=f)
-            comparison = Comparison(capture.runs, f.dim(), mixed=capture.runs.not_divisible)
+            comparison = Comparison(capture.runs, f.dim(), mixed=[*capture.runs.not_divisible])
             if expected is not None and not close(expected.detach(), f.detach(), used.tolerance):
                 comparison.is_other_output = True
             else:

@@ -92,7 +92,8 @@ class PassState:
     """Whether the sums were taken, so that a batch begins another pass."""
     _forms: set[Any] = field(default_factory=set)  # of which targets were checked
     _num_batches: int = 0
-    # Of batches whose checks were not read: the outputs' shape, targets, and what is finite.
+    # Of batches whose checks were not read: the outputs' shape, targets, and the smallest and
+    # largest number of inputs and outputs.
     _unread: list[tuple[torch.Size, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def check(self, x: Any, f: Tensor, y: Any) -> Tensor:
@@ -106,7 +107,7 @@ class PassState:
             self._forms.add(form)
         else:
             of_inputs, of_outputs = (
-                _are_finite(values, f.device) for values in (numbers_of(x), [f.detach()])
+                _extremes(values, f.device) for values in (numbers_of(x), [f.detach()])
             )
             # A loader may use the memory of y again.
             self._unread.append((f.shape, y.clone(), of_inputs, of_outputs))
@@ -126,12 +127,12 @@ class PassState:
         unread, self._unread = self._unread, []
         if not unread:
             return
-        of_inputs, of_outputs = (torch.stack(f).all() for f in list(zip(*unread, strict=True))[2:])
-        if not of_inputs:
+        _, _, of_inputs, of_outputs = zip(*unread, strict=True)
+        if not torch.cat(of_inputs).isfinite().all():
             raise ValueError(INPUTS_NOT_FINITE)
         for shape, y, *_ in unread:  # outputs of these shapes, whose values do not count
             self.task.check(torch.empty(shape, device="meta"), y)
-        if not of_outputs:
+        if not torch.cat(of_outputs).isfinite().all():
             raise not_finite(self.model)
 
 
@@ -376,12 +377,10 @@ class Driver:
         self.state.loss += likelihood.loss(at_least_float32(f.detach()), y).double()
 
 
-def _are_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether all numbers are finite, on a device."""
-    # NaN spreads to both extremes, and these take less time than testing each entry.
-    extremes = [torch.stack(torch.aminmax(t)) for t in tensors if t.numel()]
-    finite = [pair.isfinite().all().to(device) for pair in extremes]
-    return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool, device=device)
+def _extremes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The smallest and the largest number of each tensor, to which NaN spreads, on a device."""
+    extremes = [torch.stack(torch.aminmax(t)).to(device) for t in tensors if t.numel()]
+    return torch.cat(extremes or [torch.zeros(0, device=device)])
 
 
 def _common_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from kfac_backend.engine.batches import argument_names, arguments, copied, examples
-from kfac_backend.engine.rule_assignment import RuleAssignment
+from kfac_backend.engine.rule_assignment import RuleAssignment, UnexpectedRun
 from kfac_backend.layers import LayerByParts
 from kfac_backend.sharding import is_part, reshard, substituted, whole_parameters
 
@@ -141,7 +141,8 @@ def call_with(
             else:
                 output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        explain(model, (*args, kwargs), error)
+        if not isinstance(error, UnexpectedRun):
+            explain(model, (*args, kwargs), error)
         raise
     finally:
         mha.set_fastpath_enabled(is_fused)

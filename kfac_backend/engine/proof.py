@@ -140,11 +140,11 @@ class Proof:
                 return search.check(self.assignment)
 
         again = try_twice(trial)
-        if isinstance(again, Exception) and not isinstance(again, NotImplementedError):
-            raise again
-        if isinstance(again, Exception) or not (again.is_finite and again.agrees):
+        if isinstance(again, NotImplementedError):
             return None
-        return again
+        if isinstance(again, Exception):
+            raise again
+        return again if again.is_finite and again.agrees else None
 
     def make_for_runs(
         self, runs: Runs, x: Any, mask: Tensor | None, counted: Tensor | None
