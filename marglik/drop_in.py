@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.optim import Adam, Optimizer
@@ -23,6 +23,19 @@ from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
+
+
+class MarglikTraining(NamedTuple):
+    """The result of `marglik_training`, which unpacks like the tuple of laplace-torch."""
+
+    laplace: ParametricLaplace
+    """The Laplace approximation, fitted, with one prior precision or one per tensor."""
+    model: nn.Module
+    """The network with its parameters."""
+    negative_evidences: list[float]
+    """The negative evidence (nats) at every hyperparameter step."""
+    losses: list[float]
+    """The loss of every epoch."""
 
 
 def marglik_training(
@@ -56,7 +69,7 @@ def marglik_training(
     correct_decays: bool = False,
     curvature_from: CurvatureFrom = "auto",
     **options: Any,
-) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
+) -> MarglikTraining:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
 
     What differs: N is the number of examples that were seen, also with ``drop_last`` or a sampler;
@@ -106,9 +119,9 @@ def marglik_training(
             ``fisher`` and ``mc_samples``, which the backend sets.
 
     Returns:
-        The Laplace approximation, fitted, with one prior precision or one per tensor; the model
-        with its parameters; the negative evidence (nats) at every hyperparameter step; the loss of
-        every epoch.
+        ``laplace``, the fitted Laplace approximation, with one prior precision or one per tensor;
+        ``model``, the network with its parameters; ``negative_evidences`` (nats) at every
+        hyperparameter step; ``losses`` of every epoch.
     """
     if prior_structure not in ("layerwise", "scalar"):
         raise ValueError(
@@ -187,4 +200,5 @@ def marglik_training(
     laplace.fingerprints = posterior.fingerprints
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
-    return laplace, model, [-evidence for evidence in result.evidences], losses
+    negative_evidences = [-evidence for evidence in result.evidences]
+    return MarglikTraining(laplace, model, negative_evidences, losses)
