@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from marglik.training.loop import OnlineResult as OnlineResult
     from marglik.training.loop import OnlineTraining as OnlineTraining
     from marglik.training.schedule import Schedule as Schedule
-    from marglik.training.schedule import settling_rate as settling_rate
+    from marglik.training.schedule import averaging_schedule as averaging_schedule
     from marglik.training.state import LearnerOptions as LearnerOptions
 
 _MODULES = {
@@ -68,6 +68,7 @@ _MODULES = {
     "Schedule": "training.schedule",
     "SuspiciousLabels": "prediction.suspicious_labels",
     "acquire": "prediction.acquisition",
+    "averaging_schedule": "training.schedule",
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.metrics",
     "laplace_predictive": "prediction.predictive",
@@ -81,7 +82,6 @@ _MODULES = {
     "predict_all": "prediction.predictive",
     "reliability_curve": "prediction.metrics",
     "save_posterior": "posterior_file",
-    "settling_rate": "training.schedule",
     "suspicious_labels": "prediction.suspicious_labels",
     "update_prior": "posterior.prior",
     "verdict": "prediction.verdict",

@@ -27,7 +27,7 @@ from marglik.prediction.predictive import Predictive, laplace_predictive, map_pr
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
-from marglik.training.schedule import settling_rate
+from marglik.training.schedule import averaging_schedule
 
 with extra("tables"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -127,7 +127,7 @@ class Estimator(BaseEstimator):
             self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs,
             policy=DecayPolicy.corrected() if self.correct_decays else DecayPolicy(),
         )  # fmt: skip
-        rate = settling_rate(optimizer, self.epochs * len(batches))
+        rate = averaging_schedule(optimizer, self.epochs * len(batches))
         held_out = [(x[validation], y[validation])] if len(validation) else None
         with _seeded(seed):  # of dropout
             result = OnlineTraining(

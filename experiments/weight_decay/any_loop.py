@@ -48,7 +48,7 @@ from experiments.weight_decay.training import (
 )
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
-from marglik import PriorLearner, settling_rate
+from marglik import PriorLearner, averaging_schedule
 from marglik.training.average import batch_norms, renew_batch_norm
 from marglik.training.schedule import Schedule
 
@@ -189,7 +189,7 @@ REPORT = {
 }
 PROBLEMS = CHOOSE | REPORT
 RATES: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
-    "settling": settling_rate,
+    "settling": averaging_schedule,
     "constant": lambda optimizer, steps: LambdaLR(optimizer, lambda _: 1.0),
     "cosine": CosineAnnealingLR,
     "one-cycle": lambda optimizer, steps: OneCycleLR(

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from experiments.data import archive
 from kfac_backend import CurvatureOptions
 from kfac_backend.atomic_files import write_file
-from marglik import OnlineResult, OnlineTraining, Posterior, PriorLearner, settling_rate
+from marglik import OnlineResult, OnlineTraining, Posterior, PriorLearner, averaging_schedule
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 
 CURVATURE = CurvatureOptions(unsupported="diagonal")
@@ -219,7 +219,7 @@ class Training:
         loader = loader or Batches(*split, self.batch_size)
         steps = self.epochs * len(loader)
         optimizer = self._optimizer(model)
-        scheduler = settling_rate(optimizer, steps)
+        scheduler = averaging_schedule(optimizer, steps)
         if rate == "cosine":
             scheduler = CosineAnnealingLR(optimizer, steps)
         if rate == "one-cycle":

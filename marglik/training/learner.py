@@ -37,7 +37,8 @@ class PriorLearner:
 
     `start` before the loop and `finish` after it are all that a loop calls: hooks on the optimiser
     add the prior's gradient before each step, after the loop's own clipping, and update the prior
-    after an epoch's last step. A rate that falls to zero freezes the decays; `settling_rate` suits.
+    after an epoch's last step. A rate that falls to zero freezes the decays; `averaging_schedule`
+    suits.
 
     Args:
         likelihood: likelihood of the loss: "classification", "regression", "bernoulli", or another

@@ -133,7 +133,7 @@ class OnlineTraining:
         learner: learns the weight decays, and says with which likelihood and targets; not started,
             with the number of epochs in its schedule.
         scheduler: the optimiser's learning-rate schedule, stepped after every batch; see
-            `marglik.settling_rate`. None keeps the rate.
+            `marglik.averaging_schedule`. None keeps the rate.
         curvature_loader: data of the curvature pass; None takes the training loader.
         held_out: batches that the network is not trained on, from which the share of wrong labels
             is learned, see `PriorLearner.start`.

@@ -22,7 +22,7 @@ from marglik import (
     marglik_training,
 )
 from marglik.data import Batches
-from marglik.training.schedule import settling_rate
+from marglik.training.schedule import averaging_schedule
 
 N, COLUMNS = 240, 5
 random = np.random.RandomState(0)
@@ -69,7 +69,7 @@ def test_predictions_are_those_of_the_direct_calls(likelihood, corrects):
     )  # fmt: skip
     model = network(outputs)
     loader = Batches(inputs[train], targets[train], 32, shuffle=True, seed=expected_seed)
-    rate: Any = settling_rate  # of the estimators
+    rate: Any = averaging_schedule  # of the estimators
     laplace, *_ = marglik_training(
         model, loader, likelihood, n_epochs=6, optimizer_kwargs={"lr": 1e-2},
         scheduler_cls=rate, scheduler_kwargs={"num_steps": 6 * len(loader)},
