@@ -19,11 +19,11 @@ from kfac_backend.likelihoods import likelihood_of
 from marglik import (
     OnlineTraining,
     PriorLearner,
+    averaging_schedule,
     compute_metrics,
     laplace_predictive,
     map_predictive,
     predict_all,
-    settling_rate,
 )
 
 torch.manual_seed(0)
@@ -56,7 +56,7 @@ def network():
 model = network()
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 learner = PriorLearner("negative_binomial", epochs=EPOCHS)
-rate = settling_rate(optimizer, EPOCHS * len(loader))
+rate = averaging_schedule(optimizer, EPOCHS * len(loader))
 posterior = OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
 learned = posterior.likelihood
 print(f"{learned}; the data has r=2")

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik import (
     OnlineTraining,
     PriorLearner,
+    averaging_schedule,
     compute_metrics,
     laplace_predictive,
     predict_all,
-    settling_rate,
 )
 
 torch.manual_seed(0)
@@ -49,7 +49,7 @@ def trained(likelihood, outputs):
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, outputs))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     learner = PriorLearner(likelihood, epochs=200)
-    rate = settling_rate(optimizer, 200 * len(loader))
+    rate = averaging_schedule(optimizer, 200 * len(loader))
     return OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
 
 

@@ -149,7 +149,7 @@ predictives = {
     "Laplace": marglik.laplace_predictive(laplace),
     "Laplace, calibrated": marglik.calibrate(laplace, batches(parts["held out"])),
 }
-calibration = predictives["Laplace, calibrated"].fit
+calibration = predictives["Laplace, calibrated"].calibration_fit
 temperature = calibration.map_calibration.output_temperature
 predictives["MAP, temperature"] = marglik.map_predictive(model, output_temperature=temperature)
 print(f"{'':22}{'NLL':>8}{'accuracy':>10}{'ECE':>8}")

@@ -20,11 +20,11 @@ from marglik import (
     OnlineTraining,
     PredictiveConfig,
     PriorLearner,
+    averaging_schedule,
     calibrate,
     compute_metrics,
     map_predictive,
     predict_all,
-    settling_rate,
 )
 
 SIZE = 24
@@ -77,7 +77,7 @@ EPOCHS = 150
 model = UNet()
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 learner = PriorLearner("classification", CurvatureOptions(fisher="mc"), epochs=EPOCHS, updates=4)
-rate = settling_rate(optimizer, EPOCHS * len(loader))
+rate = averaging_schedule(optimizer, EPOCHS * len(loader))
 training = OnlineTraining(model, optimizer, loader, learner, scheduler=rate)
 posterior = training.run().laplace
 for name, decay in zip(

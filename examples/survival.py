@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik import (
     OnlineTraining,
     PriorLearner,
+    averaging_schedule,
     compute_metrics,
     laplace_predictive,
     predict_all,
-    settling_rate,
 )
 
 torch.manual_seed(0)
@@ -57,7 +57,7 @@ def trained(likelihood, targets):
     loader = DataLoader(TensorDataset(x, targets), batch_size=100, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     learner = PriorLearner(likelihood, epochs=100)
-    rate = settling_rate(optimizer, 100 * len(loader))
+    rate = averaging_schedule(optimizer, 100 * len(loader))
     return OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
 
 

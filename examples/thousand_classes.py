@@ -81,7 +81,7 @@ print(
 
 # %%
 started = time.perf_counter()
-fit = calibrate(posterior, [held_out], PredictiveConfig("probit", layers="last")).fit
+fit = calibrate(posterior, [held_out], PredictiveConfig("probit", layers="last")).calibration_fit
 s, tau = fit.calibration.covariance_scale, fit.calibration.output_temperature
 print(f"calibration: {time.perf_counter() - started:.1f} s, s = {s:.3g}, τ = {tau:.3g}")
 

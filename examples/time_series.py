@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik import (
     OnlineTraining,
     PriorLearner,
+    averaging_schedule,
     calibrate,
     compute_metrics,
     map_predictive,
     predict_all,
-    settling_rate,
 )
 
 torch.manual_seed(0)
@@ -59,7 +59,7 @@ class Forecast(nn.Module):
 model = Forecast()
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 learner = PriorLearner("regression", epochs=EPOCHS)
-rate = settling_rate(optimizer, EPOCHS * len(loader))
+rate = averaging_schedule(optimizer, EPOCHS * len(loader))
 posterior = OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
 
 torch.manual_seed(0)

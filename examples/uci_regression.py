@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik import (
     OnlineTraining,
     PriorLearner,
+    averaging_schedule,
     compute_metrics,
     laplace_predictive,
     map_predictive,
     predict_all,
-    settling_rate,
 )
 
 torch.manual_seed(0)
@@ -62,7 +62,7 @@ training = OnlineTraining(
     optimizer,
     loader,
     learner,
-    scheduler=settling_rate(optimizer, epochs * len(loader)),
+    scheduler=averaging_schedule(optimizer, epochs * len(loader)),
 )
 posterior = training.run().laplace
 print(f"σ = {posterior.sigma_noise.item():.3f} of the standardised targets")

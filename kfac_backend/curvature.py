@@ -129,7 +129,7 @@ class CurvaturePass:
 
     def reset(self) -> None:
         """Forget the batches seen so far, and any failure; what is proved stays proved."""
-        self.driver.start(FactorSums(self.driver.options))
+        self.driver.start()
 
     def add(self, x: Any, y: Any) -> None:
         """Add one batch; see `Driver.add`."""
@@ -168,7 +168,7 @@ class CurvaturePass:
             assignment = assign_rules(driver.model, driver.options.unsupported)
             driver.proof = Proof(driver.model, assignment)
         driver.kfac_approx = driver.options.kfac_approx
-        self.reset()
+        driver.start()
         driver.add_all(data, "Curvature", progress)
         return self.factors()
 

@@ -6,7 +6,6 @@ estimate of it, therefore define a matrix. An option names one of the classes. A
 name is another choice for ``CurvatureOptions(fisher=...)``.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,17 +64,6 @@ class Fisher(ABC):
     def num_passes(self, likelihood: Likelihood, f: Float[Tensor, "N *terms C"]) -> int:
         """Return the number of backward passes for outputs f."""
         return self.mc_samples
-
-    def warn_of_many_passes(self, likelihood: Likelihood, f: Tensor) -> None:
-        """Warn if outputs such as f take more than `MANY_PASSES`."""
-        passes = self.num_passes(likelihood, f)
-        if passes > MANY_PASSES:
-            warnings.warn(
-                f"fisher={self.name!r} takes {passes} backward passes for each part of a batch, "
-                f"because outputs have shape {tuple(f.shape)}. To save time, pass fisher='mc', "
-                "which takes mc_samples passes.",
-                stacklevel=2,
-            )
 
     def vectors(
         self,

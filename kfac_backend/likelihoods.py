@@ -50,18 +50,17 @@ MANY_CLASSES = 1024
 """Number of classes from which on a label is drawn in two steps: a block, then a class in it."""
 
 
-def parameter(default: Any, *, start: Any = None, above: float = 0.0) -> Any:
+def parameter(default: Any, *, above: float = 0.0) -> Any:
     """A field for a continuous parameter of a likelihood, which is None where it is not given.
 
     `PriorLearner` learns by the evidence what is not given.
 
     Args:
-        default: the value that stands for None; a list if there is a number for each output.
-        start: the value that learning starts from, ``default`` if None.
+        default: the value that stands for None, and that learning starts from; a list if there is a
+            number for each output.
         above: what the numbers must exceed.
     """
-    start = default if start is None else start
-    return field(default=None, metadata={"default": default, "start": start, "above": above})
+    return field(default=None, metadata={"default": default, "above": above})
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class Likelihood:
     def to_learn(self) -> dict[str, Any]:
         """The parameters that are not given, with the values from which learning starts."""
         return {
-            option.name: option.metadata["start"]
+            option.name: option.metadata["default"]
             for option in fields(self)
             if option.metadata and getattr(self, option.name) is None
         }
@@ -370,7 +369,7 @@ class _Softmax(_Labels):
                     f"weights must be a positive number for each class, not {weights!r}"
                 )
         object.__setattr__(self, "needs_targets", self.weights is not None)
-        if _finite(self.smoothing) is None or not 0 <= self.smoothing < 1:
+        if not isinstance(self.smoothing, int | float) or not 0 <= self.smoothing < 1:
             raise ValueError(f"smoothing must be in [0, 1), not {self.smoothing!r}")
 
     def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ TF32 keeps ten bits of mantissa and bfloat16 seven, too few for a Gram matrix, w
 eigenvalues are differences of large numbers. A backward pass bears it: its errors average out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -42,7 +42,6 @@ class Arithmetic:
     """Of the backward passes."""
 
     def __post_init__(self) -> None:
-        """Check the precision."""
         supported = {"cpu": ("float32", "bf16"), "cuda": ("float32", "tf32")}
         available = supported.get(self.device.type, ("float32",))
         if self.precision not in available:
@@ -50,6 +49,11 @@ class Arithmetic:
                 f"backward_precision={self.precision!r} has no effect on device "
                 f"{self.device.type!r}. Choose one of {', '.join(map(repr, available))}."
             )
+        is_full = self.precision == "float32"
+        self.of_backward: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if is_full else partial(backward_arithmetic, self.precision)
+        )
+        """Makes the context of a backward pass."""
 
     def of_sums(self, in_training: bool) -> AbstractContextManager[object]:
         """The context of a sink's work: float32 in full precision, without autocast.

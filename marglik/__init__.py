@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from marglik.attribution.influence import influence as influence
     from marglik.augmentation import LearnedAugmentation as LearnedAugmentation
     from marglik.drop_in import marglik_training as marglik_training
     from marglik.estimators import MarglikClassifier as MarglikClassifier
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from marglik.training.loop import OnlineResult as OnlineResult
     from marglik.training.loop import OnlineTraining as OnlineTraining
     from marglik.training.schedule import Schedule as Schedule
-    from marglik.training.schedule import settling_rate as settling_rate
+    from marglik.training.schedule import averaging_schedule as averaging_schedule
     from marglik.training.state import LearnerOptions as LearnerOptions
 
 _MODULES = {
@@ -67,9 +68,11 @@ _MODULES = {
     "Schedule": "training.schedule",
     "SuspiciousLabels": "prediction.suspicious_labels",
     "acquire": "prediction.acquisition",
+    "averaging_schedule": "training.schedule",
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.metrics",
     "laplace_predictive": "prediction.predictive",
+    "influence": "attribution.influence",
     "load_posterior": "posterior_file",
     "map_predictive": "prediction.predictive",
     "marglik_training": "drop_in",
@@ -79,7 +82,6 @@ _MODULES = {
     "predict_all": "prediction.predictive",
     "reliability_curve": "prediction.metrics",
     "save_posterior": "posterior_file",
-    "settling_rate": "training.schedule",
     "suspicious_labels": "prediction.suspicious_labels",
     "update_prior": "posterior.prior",
     "verdict": "prediction.verdict",

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.optim import Adam, Optimizer
@@ -16,13 +16,26 @@ from marglik.laplace import Laplace, ParametricLaplace, fisher_of_backend
 from marglik.loaders import count_on_ranks
 from marglik.posterior.jacobian_ggn import Structure
 from marglik.posterior.prior import precision_to_weight_decay
-from marglik.training.decay_policy import WEIGHT_DECAY
+from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining, ranks_of
 from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
+
+
+class MarglikTraining(NamedTuple):
+    """The result of `marglik_training`, which unpacks like the tuple of laplace-torch."""
+
+    laplace: ParametricLaplace
+    """The Laplace approximation, fitted, with one prior precision or one per tensor."""
+    model: nn.Module
+    """The network with its parameters."""
+    negative_evidences: list[float]
+    """The negative evidence (nats) at every hyperparameter step."""
+    losses: list[float]
+    """The loss of every epoch."""
 
 
 def marglik_training(
@@ -53,9 +66,10 @@ def marglik_training(
     keep: Keep = "last",
     average: Average | None = "last",
     held_out: Iterable[Any] | None = None,
+    correct_decays: bool = False,
     curvature_from: CurvatureFrom = "auto",
     **options: Any,
-) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
+) -> MarglikTraining:
     """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
 
     There are four differences. N is the number of examples that were read, also with ``drop_last``
@@ -98,15 +112,17 @@ def marglik_training(
             laplace-torch; see `Schedule`.
         average: parameters that are averaged, see `Schedule`.
         held_out: held-out batches, see `OnlineTraining`.
+        correct_decays: whether these batches correct the weight decays of a classifier, see
+            `DecayPolicy.corrected`.
         curvature_from: "pass" uses all data in each update, as laplace-torch does; see
             `LearnerOptions`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
             ``fisher`` and ``mc_samples``, which the backend sets.
 
     Returns:
-        The Laplace approximation, fitted, with one prior precision or one per tensor; the model
-        with its parameters; the negative evidence (nats) at every hyperparameter step; the loss of
-        every epoch.
+        ``laplace``, the fitted Laplace approximation, with one prior precision or one per tensor;
+        ``model``, the network with its parameters; ``negative_evidences`` (nats) at every
+        hyperparameter step; ``losses`` of every epoch.
     """
     if prior_structure not in ("layerwise", "scalar"):
         raise ValueError(
@@ -155,6 +171,7 @@ def marglik_training(
         schedule=schedule,
         hessian_structure=hessian_structure,
         curvature_from=curvature_from,
+        policy=DecayPolicy.corrected() if correct_decays else DecayPolicy(),
     )
     result = OnlineTraining(
         model,
@@ -184,4 +201,5 @@ def marglik_training(
     laplace.fingerprints = posterior.fingerprints
     model.eval()  # as laplace-torch leaves it
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
-    return laplace, model, [-evidence for evidence in result.evidences], losses
+    negative_evidences = [-evidence for evidence in result.evidences]
+    return MarglikTraining(laplace, model, negative_evidences, losses)

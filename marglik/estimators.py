@@ -24,10 +24,10 @@ from marglik.prediction.acquisition import AcquisitionMethod, acquire
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import Predictive, laplace_predictive, map_predictive
-from marglik.training.decay_policy import WEIGHT_DECAY
+from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
-from marglik.training.schedule import settling_rate
+from marglik.training.schedule import averaging_schedule
 
 with extra("tables"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -66,6 +66,7 @@ class Estimator(BaseEstimator):
     """
 
     likelihood: str
+    correct_decays = False
     weight_decays_: dict[str, float]
 
     def __init__(
@@ -122,8 +123,11 @@ class Estimator(BaseEstimator):
         batches = Batches(x[train], y[train], self.batch_size, shuffle=True, seed=seed,
                                 device=x.device)  # fmt: skip
         optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
-        learner = PriorLearner(self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs)
-        rate = settling_rate(optimizer, self.epochs * len(batches))
+        learner = PriorLearner(
+            self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs,
+            policy=DecayPolicy.corrected() if self.correct_decays else DecayPolicy(),
+        )  # fmt: skip
+        rate = averaging_schedule(optimizer, self.epochs * len(batches))
         held_out = [(x[validation], y[validation])] if len(validation) else None
         with _seeded(seed):  # of dropout
             result = OnlineTraining(
@@ -212,6 +216,8 @@ class MarglikClassifier(ClassifierMixin, Estimator):
         likelihood: "classification", or "noisy_classification" if labels may be wrong. The latter
             learns the share of wrong labels, ``posterior_.likelihood.parameters["noise"]``, from
             the held-out examples.
+        correct_decays: whether the held-out examples correct the weight decays, see
+            `marglik.DecayPolicy`.
     """
 
     classes_: np.ndarray
@@ -221,6 +227,7 @@ class MarglikClassifier(ClassifierMixin, Estimator):
         model: Network | None = None,
         *,
         likelihood: str = "classification",
+        correct_decays: bool = False,
         epochs: int = 200,
         batch_size: int = 32,
         lr: float = 1e-2,
@@ -234,6 +241,7 @@ class MarglikClassifier(ClassifierMixin, Estimator):
             held_out=held_out, random_state=random_state, device=device,
         )  # fmt: skip
         self.likelihood = likelihood
+        self.correct_decays = correct_decays
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on columns X (N, ...) and labels y (N,) of any type; return the estimator."""

@@ -412,7 +412,12 @@ class UpdateRecord:
     likelihood: str | None = None
     """Likelihood with its learned parameters, if it has some."""
     ranges: dict[str, float] | None = None
-    """Ranges of a learned augmentation."""
+    """Of a learned augmentation."""
+    held_out_rise: float | None = None
+    """z, by how many standard errors the held-out loss lay above its best so far, where held-out
+    labels correct the weight decays; see `DecayPolicy`."""
+    log_factor: float | None = None
+    """c of the factor e^c that the weight decays of groups with weights contain."""
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,16 @@ def checks(text: str) -> int:
     return len({number for node in ast.walk(ast.parse(text)) for number in numbers(node)})
 
 
+def long_functions(folder: str, most: int = 60) -> list[str]:
+    """The functions of more lines than these, docstrings included."""
+    return [
+        node.name
+        for text in texts(folder)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= most
+    ]
+
+
 def passed(run: Callable[[], object]) -> tuple[int, int, int]:
     """How many files and functions of ours a call passes, and how often any of these is called."""
     calls = Counter[tuple[Path, str]]()
@@ -180,8 +190,10 @@ if __name__ == "__main__":
     factors()  # a first time, for what is made once: classes, caches
     first_step()
     learning()
-    for folder in (*PACKAGES, "tests", "experiments"):
+    for folder in ("experiments", "tests", *reversed(PACKAGES)):
         print(f"{lines(folder):7,}  lines of Python in {folder}")
+    print(f"{lines('kfac_backend/engine'):7,}  of them in its engine")
+    print(f"{len(long_functions('kfac_backend')):7}  functions there of more than 60 lines")
     print(f"{train_options():7}  options of `marglik train` before model and data")
     for what, run in (
         ("from `kronecker_factors` to a block", factors),

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import house
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("kfac_backend", "marglik", "experiments")
@@ -197,3 +199,16 @@ def test_commands_are_listed_and_pages_name_no_others():
         if '__name__ == "__main__"' in path.read_text()
     }
     assert studies and studies <= set(table)
+
+
+def test_a_block_is_reached_through_few_functions():
+    """Counted in a process of its own, as ``make house`` counts them."""
+    count = "from tests import house as h; h.factors(); print(*(h.passed(w)[1] for w in ({})))"
+    code = count.format("h.factors, h.factors_again()")
+    proving, proved = map(int, house.python("-c", code).split())
+    assert 100 < proving <= 150 and 50 < proved <= 100
+
+
+def test_few_functions_of_the_backend_are_long():
+    assert len(house.long_functions("kfac_backend")) <= 4
+    assert len(house.long_functions("kfac_backend", 30)) > 20  # the control

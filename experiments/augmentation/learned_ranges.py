@@ -41,7 +41,7 @@ from experiments.weight_decay.training import (
     small_images,
     with_wrong_labels,
 )
-from marglik import settling_rate
+from marglik import averaging_schedule
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 
 COPIES = 4
@@ -143,7 +143,7 @@ def augerino(problem: Problem, split: Split, seed: int) -> Trained:
     optimizer = torch.optim.SGD(
         model.parameters(), problem.lr, momentum=0.9, nesterov=True, weight_decay=DECAY
     )
-    rate = settling_rate(optimizer, problem.epochs * len(loader))
+    rate = averaging_schedule(optimizer, problem.epochs * len(loader))
     ranges = model.ranges.requires_grad_()
     of_ranges = torch.optim.Adam([ranges], lr=0.01)
     average = AveragedModel(model)

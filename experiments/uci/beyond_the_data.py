@@ -24,7 +24,13 @@ from torch.nn.functional import gaussian_nll_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.studies import Result, markdown, mean_with_error, study
-from marglik import OnlineTraining, PriorLearner, laplace_predictive, map_predictive, settling_rate
+from marglik import (
+    OnlineTraining,
+    PriorLearner,
+    averaging_schedule,
+    laplace_predictive,
+    map_predictive,
+)
 from marglik.models import MLP
 
 NETWORKS = {
@@ -87,7 +93,7 @@ def network_predictions(
     loader = DataLoader(TensorDataset(x / x.std(), (y - center) / scale), 25, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     learner = PriorLearner("regression", epochs=EPOCHS)
-    rate = settling_rate(optimizer, EPOCHS * len(loader))
+    rate = averaging_schedule(optimizer, EPOCHS * len(loader))
     OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run()
     posterior = learner.posterior
     assert posterior is not None

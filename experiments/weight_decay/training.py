@@ -4,11 +4,13 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file, save
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
@@ -16,7 +18,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 from experiments.data import archive
 from kfac_backend import CurvatureOptions
-from marglik import OnlineResult, OnlineTraining, Posterior, PriorLearner, settling_rate
+from kfac_backend.atomic_files import write_file
+from marglik import OnlineResult, OnlineTraining, Posterior, PriorLearner, averaging_schedule
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 
 CURVATURE = CurvatureOptions(unsupported="diagonal")
@@ -66,8 +69,23 @@ def digits() -> tuple[Tensor, Tensor]:
     return (x - x.mean()) / x.std(), torch.tensor(labels)
 
 
+SMALL_IMAGES = Path("data/small_images.safetensors")
+"""In the working directory: decoding the archive takes longer than many a training."""
+
+
 def small_images() -> tuple[Tensor, Tensor]:
     """700 images of each class of CIFAR-10 (JPEG) at half their size, (N, 3, 16, 16)."""
+    if not SMALL_IMAGES.exists():
+        pixels, labels = _decoded()
+        SMALL_IMAGES.parent.mkdir(exist_ok=True)
+        write_file(SMALL_IMAGES, save({"pixels": pixels, "labels": labels}))
+    stored = load_file(SMALL_IMAGES)
+    x = stored["pixels"].float().view(-1, 16, 16, 3).permute(0, 3, 1, 2).contiguous()
+    return (x - x.mean()) / x.std(), stored["labels"]
+
+
+def _decoded() -> tuple[Tensor, Tensor]:
+    """Their pixels (N, 768) as bytes, and labels."""
     pixels, labels = [], []
     with tarfile.open(archive()) as files:
         for member in files:
@@ -78,24 +96,31 @@ def small_images() -> tuple[Tensor, Tensor]:
                 small = image.convert("RGB").resize((16, 16), Image.Resampling.BOX)
                 pixels.append(torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8))
             labels.append(parts[-2])
-    x = torch.stack(pixels).float().view(-1, 16, 16, 3).permute(0, 3, 1, 2).contiguous()
     classes = sorted(set(labels))
-    return (x - x.mean()) / x.std(), torch.tensor([classes.index(label) for label in labels])
+    return torch.stack(pixels), torch.tensor([classes.index(label) for label in labels])
 
 
 def with_wrong_labels(
-    x: Any, y: Tensor, examples: int, held_out: int, wrong: float, seed: int
+    x: Any,
+    y: Tensor,
+    examples: int,
+    held_out: int,
+    wrong: float,
+    seed: int,
+    *,
+    structured: bool = False,
 ) -> tuple[Split, Split, Split]:
     """Training, held-out and at most 3,000 test data of a seed.
 
-    A share of the labels in the first two is changed to another class, uniformly.
+    A share of the labels in the first two is changed to another class: uniformly, or if it is
+    structured to the next class.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(y), generator=generator)
     x, y, classes = x[order], y[order], int(y.max()) + 1
     ends = examples, examples + held_out
     chosen = torch.rand(ends[1], generator=generator) < wrong
-    other = torch.randint(1, classes, (ends[1],), generator=generator)
+    other = torch.randint(1, 2 if structured else classes, (ends[1],), generator=generator)
     noisy = torch.where(chosen, (y[: ends[1]] + other) % classes, y[: ends[1]])
     return (
         (x[: ends[0]], noisy[: ends[0]]),
@@ -194,7 +219,7 @@ class Training:
         loader = loader or Batches(*split, self.batch_size)
         steps = self.epochs * len(loader)
         optimizer = self._optimizer(model)
-        scheduler = settling_rate(optimizer, steps)
+        scheduler = averaging_schedule(optimizer, steps)
         if rate == "cosine":
             scheduler = CosineAnnealingLR(optimizer, steps)
         if rate == "one-cycle":

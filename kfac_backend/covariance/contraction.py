@@ -45,11 +45,9 @@ def covariance_part(
         return left @ right.mT
 
     if concatenated is None:  # no common factors
-        products = []
-        for part in gradients.dense_in_basis(product_bytes, q):
-            scaled = (part * s.rsqrt()).flatten(2)
-            products.append(paired(scaled, scaled))
-        return torch.cat(products)
+        parts = gradients.dense_in_basis(product_bytes, q)
+        scaled = ((part * s.rsqrt()).flatten(2) for part in parts)
+        return torch.cat([paired(part, part) for part in scaled])
     (b, a), transposed, block = *concatenated, gradients.block
     if a is None or block.Q_A is None:
         # A bias: its gradient is Σ_r b, so that one rotation and one product are all.
@@ -58,12 +56,10 @@ def covariance_part(
     Q_B, Q_A, s = bases(block, s, transposed)
     a, b = a.to(block.Q_A.dtype), b.to(block.Q_B.dtype)
     if b.shape[2] > 1 and not b.requires_grad:
-        # Positions that no output depends on, such as later ones in a causal network.
+        # Without positions that no output depends on, as later ones in a causal network.
         reached = b.flatten(3).any(-1).any(0).any(0)
-        if not reached.all():
-            a, b = a[:, :, reached], b[:, :, reached]
-    G, N, R, C, d_out = b.shape
-    d_in = a.shape[-1]
+        a, b = (t if reached.all() else t[:, :, reached] for t in (a, b))
+    (N, R, C, d_out), d_in = b.shape[1:], a.shape[-1]
     # One position: G̃ is the outer product b̃ ãᵀ, so that its entries need not be formed. The sum
     # over j of ã_j² / s_ij is a weight for each i, and what remains is a sum over i alone. With
     # sets of examples the weights are those of pairs. Where the sets are so large and the layer so

@@ -31,6 +31,10 @@ class ParameterGradients(NamedTuple):
     spectrum: Float[Tensor, "*G rows columns"]
     uses: list[tuple[ExampleGradients, bool]]
     """Each use's gradients, and whether the parameter is stored inputs first there."""
+    name: str = ""
+    """The parameter's name."""
+    slot: int = 0
+    """The number of the map among those that the parameter holds."""
 
     def concatenated_uses(self) -> tuple[ExampleGradients, bool] | None:
         """The uses' positions concatenated, and whether the parameter is stored inputs first.
@@ -45,6 +49,15 @@ class ParameterGradients(NamedTuple):
         inputs = [g.a for g, _ in self.uses if g.a is not None]
         return ExampleGradients(b, torch.cat(inputs, 2) if inputs else None), self.uses[0][1]
 
+    def dense(self, some: slice = slice(None)) -> Float[Tensor, "n C P"]:
+        """The dense gradients of some of the examples."""
+        # Summed over uses, which in two orientations have no common factors.
+        g = sum(
+            dense_gradients(_of_some(of_use, some), transposed) for of_use, transposed in self.uses
+        )
+        assert isinstance(g, Tensor)
+        return g
+
     def dense_in_basis(
         self, most_bytes: int, q: int = 1
     ) -> Iterator[Float[Tensor, "n C *spectrum"]]:
@@ -58,15 +71,9 @@ class ParameterGradients(NamedTuple):
         Q_B, Q_A = self.block.Q_B, self.block.Q_A
         size = max(1, most_bytes // (q * C * self.spectrum.numel() * Q_B.dtype.itemsize)) * q
         for start in range(0, N, size):
-            some = slice(start, start + size)
-            # Dense, since uses in two orientations have no common factors; and summed before they
-            # are squared, which keeps the products of different uses.
-            g = sum(
-                dense_gradients(_of_some(of_use, some), transposed)
-                for of_use, transposed in self.uses
-            )
-            assert isinstance(g, Tensor)
-            g = g.to(Q_B.dtype).unflatten(-1, self.spectrum.shape)
+            # The sum over uses is rotated and squared, which keeps the products of different uses.
+            g = self.dense(slice(start, start + size)).to(Q_B.dtype)
+            g = g.unflatten(-1, self.spectrum.shape)
             # Q_Bᵀ g Q_A, by products from the right.
             g = (g.mT @ Q_B).mT
             yield g if Q_A is None else g @ Q_A
@@ -145,7 +152,7 @@ class LayerGradients:
             block, spectrum = self.spectra[name]
             if slots > 1:  # a tensor that holds several maps, one below the other
                 block, spectrum = _group_of(block, slot), spectrum[slot]
-            yield ParameterGradients(block, spectrum, of_place)
+            yield ParameterGradients(block, spectrum, of_place, name, slot)
 
 
 class HeldGradients(Sink):

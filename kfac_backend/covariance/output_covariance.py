@@ -41,7 +41,6 @@ from kfac_backend.engine.batches import (
     detached,
     example_shapes,
     examples,
-    first_and_last,
     num_examples,
 )
 from kfac_backend.engine.capture import Capture, Sink
@@ -239,7 +238,7 @@ class OutputCovariance:
         """How many pairs of this shape fit into the memory, by one vector's gradients."""
         N = num_examples(x)
         batch = BatchTrial(can_split=True) if N == 1 else try_batch(self._model, x, N)
-        x = first_and_last(x, N) if batch.can_split else x
+        x = examples(x, slice(2)) if batch.can_split else x
         measured = HeldGradients(self._gradients)
         with self._capture(measured) as capture:
             f = capture.forward(x)
@@ -302,10 +301,10 @@ class OutputCovariance:
 
         With q, outputs (M, K) and the covariances (T, q·K, q·K) of M = T·q examples.
         """
-        held = HeldGradients(self._gradients, differentiable=differentiable)
+        sink = HeldGradients(self._gradients, differentiable=differentiable)
         # Step 1: forward, and one vector for each wanted output. It has a one at that output of all
         # pairs at once: examples do not mix, so that each pair's gradients are its own.
-        with self._capture(held, channels_last) as capture:
+        with self._capture(sink, channels_last) as capture:
             f = capture.forward(part.x)
             self._check_output(f, part.x)
             if q is not None and f.dim() != 2:
@@ -318,7 +317,7 @@ class OutputCovariance:
                 classes = check_classes(classes, (M,), f.shape[-1])
             columns = self._columns(f, part, classes)  # (M, K)
             K = columns.shape[1]
-            held.num_examples = M
+            sink.num_examples = M
 
             def vectors() -> Iterator[Tensor]:
                 for column in columns.T:
@@ -328,7 +327,7 @@ class OutputCovariance:
 
             with torch.autocast(f.device.type, enabled=False):
                 capture.backward(f, vectors())
-        # Step 2: contract what is held, layer by layer; each layer's gradients are dropped before
+        # Step 2: contract the gradients, layer by layer; each layer's gradients are dropped before
         # the next one's are rotated.
         f = f if differentiable else f.detach()  # frees the graph before the products
         result = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
@@ -336,7 +335,7 @@ class OutputCovariance:
         shape = (M, K) if variance_only else (M, K, K) if q is None else (M // q, q * K, q * K)
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
-            for subset, gradients in self._gradients_of(held, part, f, columns, q):
+            for subset, gradients in self._gradients_of(sink, part, f, columns, q):
                 covariance[subset] += covariance_part(
                     gradients, self._product_bytes, q=q or 1, variance_only=variance_only
                 )
@@ -344,7 +343,7 @@ class OutputCovariance:
 
     def _gradients_of(
         self,
-        held: HeldGradients,
+        sink: HeldGradients,
         part: _Part,
         f: Tensor,
         columns: Tensor,
@@ -354,7 +353,7 @@ class OutputCovariance:
         K = columns.shape[1]
         # Some examples at a time, unless these belong together.
         most_bytes = PRODUCTS * self._product_bytes if q is None else None
-        yield from self._gradients.by_parameter(held.take(), held.uses, most_bytes)
+        yield from self._gradients.by_parameter(sink.take(), sink.uses, most_bytes)
         names, index = self._proof.assignment.diagonal, torch.arange(K, device=f.device)
         if not names:
             return

@@ -115,7 +115,8 @@ class BlockTraces(Sink):
         """N of the batch that runs."""
         self.has_shared_weights = False
         """Whether some layer ran on several positions per example."""
-        self._traces: dict[tuple[Any, ...], Tensor] = {}
+        self.traces: dict[tuple[Any, ...], Float[Tensor, "3"]] = {}
+        """The tensor, and which of the maps that it holds -> its three traces."""
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
         """Note whether positions share the layer's weight."""
@@ -157,15 +158,7 @@ class BlockTraces(Sink):
         means = a.sum(2) / number[:, None]
         reduce = g.sum(2).square().sum((1, 2)) @ means.square().mean(1).sum(1)
         traces = torch.stack([exact, expand, reduce]).double()
-        self._traces[_weight(tracked)] = self._traces.get(_weight(tracked), 0) + traces
-
-    def by_name(self, assignment: RuleAssignment) -> dict[str, Float[Tensor, "3"]]:
-        """Layer name -> its weight's three traces."""
-        return {
-            tracked.name: self._traces[_weight(tracked)].cpu()
-            for tracked in assignment.layers
-            if _weight(tracked) in self._traces
-        }
+        self.traces[_weight(tracked)] = self.traces.get(_weight(tracked), 0) + traces
 
 
 def block_traces(
@@ -192,7 +185,8 @@ def block_traces(
         vectors = fisher.vectors(likelihood, *some, generator)
         others = torch.zeros_like(f[EXAMPLES:])
         capture.backward(f, (torch.cat([v.to(others), others]) for v in vectors))
-    return traces.by_name(assignment)
+    of_weights = {t.name: traces.traces.get(_weight(t)) for t in assignment.layers}
+    return {name: of_one.cpu() for name, of_one in of_weights.items() if of_one is not None}
 
 
 def _weight(tracked: TrackedLayer) -> tuple[Any, ...]:

@@ -17,9 +17,7 @@ from tqdm.auto import tqdm
 from kfac_backend.options import TargetOptions
 
 
-def each_batch(
-    loader: Iterable[Any], description: str, progress: bool = False, unit: str = "batch"
-) -> Iterator[Any]:
+def each_batch(loader: Iterable[Any], description: str, progress: bool = False) -> Iterator[Any]:
     """The batches of one pass over a loader, with a progress bar on a terminal if asked for.
 
     The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so that a
@@ -29,7 +27,7 @@ def each_batch(
         return iter(loader)
     # disable=None: shown on a terminal only.
     total = length(loader)
-    return iter(tqdm(iter(loader), description, total, leave=False, unit=unit, disable=None))
+    return iter(tqdm(iter(loader), description, total, leave=False, unit="batch", disable=None))
 
 
 def length(loader: Any) -> int | None:
@@ -107,11 +105,6 @@ def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
             "(args, kwargs, y). A DataLoader of them is data, or a list: of one batch [(x, y)]."
         ) from None
     return x, y
-
-
-def has_no_examples(y: Any) -> bool:
-    """Whether a batch with these targets is empty."""
-    return isinstance(y, Tensor) and y.dim() > 0 and not len(y)
 
 
 class Arguments(dict[Any, Any]):
@@ -229,13 +222,6 @@ def example_shapes(x: Any) -> Any:
     if isinstance(x, Mapping):
         return tuple((key, example_shapes(value)) for key, value in x.items())
     return x.shape[1:] if isinstance(x, Tensor) else None
-
-
-def first_and_last(x: Any, N: int | None) -> Any:
-    """The first and the last of an input's N examples: in a sorted batch they differ most."""
-    if not isinstance(x, Tensor | Mapping) or not N:  # of a user's objects only slices are known
-        return examples(x, slice(2))
-    return examples(x, slice(None, None, max(N - 1, 1)))
 
 
 def splits_by_example(x: Any, y: Any) -> bool:

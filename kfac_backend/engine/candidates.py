@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples
-from kfac_backend.engine.capture import Capture, Sink, UnexpectedRun
+from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.comparison import Comparison, compare
 from kfac_backend.engine.model_calls import (
     forked_random_numbers,
@@ -21,11 +21,20 @@ from kfac_backend.engine.model_calls import (
     preserve_state,
     try_twice,
 )
-from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
+from kfac_backend.engine.rule_assignment import (
+    Refusal,
+    RuleAssignment,
+    TrackedLayer,
+    UnexpectedRun,
+)
 from kfac_backend.layers import Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes
 from kfac_backend.sharding import class_and_hooks
+
+MOST_EXAMPLES = 8
+"""The most distinct examples that a proof runs on, unless a batch cannot be split. Mixing shows
+only among examples that are there."""
 
 
 class Search:
@@ -34,20 +43,25 @@ class Search:
     Args:
         model: the model.
         can_split: whether examples alone have the outputs that they have together.
-        x: a few examples.
-        N: their number; None if it is not known.
+        x: a batch, of which `MOST_EXAMPLES` run, spread evenly over it, if it can be split.
+        N: the number of its examples; None if it is not known.
         counted: the loss terms (N, ...) that count; None is all.
     """
 
     def __init__(
         self, model: nn.Module, can_split: bool, x: Any, N: int | None, counted: Tensor | None
     ) -> None:
+        if can_split and N is not None and N > MOST_EXAMPLES:
+            index = torch.linspace(0, N - 1, MOST_EXAMPLES, dtype=torch.float64).long()
+            index = index.to(next(model.parameters()).device)
+            x, N = examples(x, index), MOST_EXAMPLES
+            counted = None if counted is None else counted[index]
         self.model, self.N, self.few = model, N, x
         self._batches = [(x, counted)]
         if N is not None and N > 1:
-            again, numbers = with_first_again(x, N, can_split)
-            if numbers is not None:
-                of_them = None if counted is None else counted[numbers.to(counted.device)]
+            again, index = with_first_again(x, N, can_split)
+            if index is not None:
+                of_them = None if counted is None else counted[index.to(counted.device)]
                 # Where the copy replaces another example, that one is compared, too.
                 self._batches = [(again, of_them), *([] if can_split else self._batches)]
 
@@ -65,17 +79,43 @@ class Search:
         """
         names = {name for t in assignment.all for name in t.parameters.values()}
         names |= assignment.unknown.keys()
-        assignment, comparison = self._derived(assignment)
+        # Step 1: the rules of the layers' classes. Derived layers that take other arguments are
+        # followed.
+        while True:
+            try:
+                if any(divided.by_parts.is_checked for divided in assignment.divided):
+                    check_parts(self.model, assignment, self.few)
+                comparison = self.check(assignment)
+                break
+            except UnexpectedRun as error:
+                if class_and_hooks(error.tracked.layer)[0] is error.tracked.layer_type:
+                    raise
+                assignment = _without_layers(assignment, [error.tracked])
+        if comparison.is_other_output:  # own parameters are all that has copies so far
+            own = _own_names(assignment)
+            raise Refusal(dict.fromkeys(own, no_copies(own))) from comparison.error
+        # Step 2: the other candidates.
         for candidate in CANDIDATES:
-            if not comparison.is_finite:
-                return assignment, comparison
-            assignment, comparison = candidate(self, assignment, comparison)
-        raise_mixed(comparison)
+            # Of one example a single row may be what all examples share.
+            is_open = self.N == 1 or comparison.unknown or assignment.unknown
+            if comparison.is_finite and (is_open or not comparison.agrees):
+                assignment, comparison = candidate(self, assignment, comparison)
+        if not comparison.is_finite:
+            return assignment, comparison
+        if not comparison.agrees:
+            raise_mixed(comparison)
         for x, counted in self._batches[1:]:
             raise_mixed(compare(self.model, assignment, x, counted))
-        self._warn_of_idle_layers(assignment, comparison)
+        # Step 3: layers that did not run, and rows of embeddings that are constants.
+        runs = comparison.runs.number
+        ran = {name for t in assignment.layers if runs[t] for name in t.parameters.values()}
+        if idle := [str(t) for t in assignment.layers if not ran.issuperset(t.parameters.values())]:
+            warnings.warn(
+                f"No part of the forward pass, so that their blocks are zero: {', '.join(idle)}.",
+                stacklevel=2,
+            )
         assert names <= {name for t in assignment.all for name in t.parameters.values()}
-        # Rows of embeddings that are constants, where any can be.
+        # Where any can be.
         of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]
         if assignment.diagonal or of_layers.count(None) < len(of_layers):
             from kfac_backend.engine.operations.padding import padding_rows
@@ -97,22 +137,6 @@ class Search:
                 raise NotImplementedError(no_copies(_own_names(assignment))) from comparison.error
             for message in self._messages(assignment, comparison).values():
                 raise NotImplementedError(message)
-        return assignment, comparison
-
-    def _derived(self, assignment: RuleAssignment) -> tuple[RuleAssignment, Comparison]:
-        """The first check. Derived layers that take other arguments are followed."""
-        while True:
-            try:
-                check_parts(self.model, assignment, self.few)
-                comparison = self.check(assignment)
-                break
-            except UnexpectedRun as error:
-                if class_and_hooks(error.tracked.layer)[0] is error.tracked.layer_type:
-                    raise
-                assignment = _without_layers(assignment, [error.tracked])
-        if comparison.is_other_output:  # own parameters are all that has copies so far
-            names = _own_names(assignment)
-            raise Refusal(dict.fromkeys(names, no_copies(names))) from comparison.error
         return assignment, comparison
 
     def other_rules(
@@ -139,10 +163,9 @@ class Search:
         self, assignment: RuleAssignment, comparison: Comparison
     ) -> tuple[RuleAssignment, Comparison]:
         """Candidates 2: runs on an input that all examples share, on several rows, on constants."""
-        is_one = self.N == 1  # of which a single row may be what all examples share
-        if self.N is not None and (is_one or comparison.unknown or comparison.mixed):
+        if self.N is not None and (self.N == 1 or comparison.unknown or comparison.mixed):
             return self._shared_or_consecutive(assignment, comparison)
-        if comparison.has_constants:
+        if comparison.runs.constants():
             assignment = _with_runs(assignment, comparison.runs.kinds())
         return assignment, comparison
 
@@ -161,21 +184,21 @@ class Search:
         def trial() -> tuple[dict[TrackedLayer, list[Run]], list[dict[TrackedLayer, list[Any]]]]:
             shapes = []
             # The same example twice, not two: sizes that depend on values (routing) then agree.
-            for numbers in ([0, 0], [0]):
-                some, inputs = examples(self.few, torch.tensor(numbers)), _InputShapes()
+            for index in ([0, 0], [0]):
+                some, inputs = examples(self.few, torch.tensor(index)), _InputShapes()
                 with Capture(self.model, assignment, inputs) as capture:
                     with forked_random_numbers(self.model):
                         f = capture.forward(some)
-                    if len(numbers) == 1:
+                    if len(index) == 1:
                         capture.backward(f, [noise_like(f)])
                     runs = capture.runs.kinds()
                 shapes.append({t: of_runs for t, of_runs in inputs.shapes.items() if t in runs})
             return runs, shapes
 
-        recorded = try_twice(trial)
-        if isinstance(recorded, Exception):  # a model that needs a whole batch
+        result = try_twice(trial)
+        if isinstance(result, Exception):  # a model that needs a whole batch
             return _with_runs(assignment, comparison.runs.kinds()), comparison
-        kinds, (shapes_of_two, shapes) = recorded
+        kinds, (shapes_of_two, shapes) = result
         shared: dict[tuple[TrackedLayer, int], torch.Size] = {}
         for tracked, sizes in shapes.items():
             of_two = shapes_of_two.get(tracked, [])
@@ -204,9 +227,8 @@ class Search:
         for tracked, number in shared:
             kinds[tracked][number] = "followed"
         assignment = _with_runs(assignment, kinds)
-        if shared:  # `followed` compares
-            return assignment, comparison
-        return self._consecutive_where_right(assignment)
+        # `followed` compares, if there is anything shared.
+        return (assignment, comparison) if shared else self._consecutive_where_right(assignment)
 
     def _consecutive_where_right(
         self, assignment: RuleAssignment
@@ -215,7 +237,7 @@ class Search:
         while True:
             comparison = self.check(assignment)
             runs = dict(assignment.runs)
-            for tracked in comparison.mixed + comparison.runs.not_divisible:
+            for tracked in comparison.mixed:
                 # The experts of one array are all routed alike.
                 names = set(tracked.parameters.values())
                 if "consecutive" in runs.get(tracked.layer, ()):
@@ -249,11 +271,11 @@ class Search:
         idle = [t for t in layers if not comparison.runs.number[t]]
         # A layer's own runs are by its rule, if it is right and other uses are not seen; or they
         # are followed, too, if it is not.
-        attempts = [idle, layers]
+        choices = [idle, layers]
         if any(class_and_hooks(t.layer) != (t.layer_type, []) for t in layers):
-            attempts.reverse()
+            choices.reverse()
         refusals = []
-        for without in attempts if len(idle) < len(layers) else [idle]:
+        for without in choices if len(idle) < len(layers) else [idle]:
             tried = _without_layers(assignment, without)
             messages = {**wrong, **{n: e for n, e in tried.unknown.items() if n not in wrong}}
             try:
@@ -267,7 +289,7 @@ class Search:
                     raise Refusal(wrong_now or every) from compared.error
                 if compared.wrong:
                     raise Refusal(self._messages(tried, compared))
-                if compared.has_constants:
+                if compared.runs.constants():
                     tried = _with_runs(tried, compared.runs.kinds())
                 return tried, compared
             except Refusal as refusal:
@@ -301,21 +323,6 @@ class Search:
                     raise NotImplementedError(messages[name])
         return messages
 
-    def _warn_of_idle_layers(self, assignment: RuleAssignment, comparison: Comparison) -> None:
-        ran = {
-            n for t in assignment.layers if comparison.runs.number[t] for n in t.parameters.values()
-        }
-        idle = [
-            str(t)
-            for t in assignment.layers
-            if not comparison.runs.number[t] and not ran.issuperset(t.parameters.values())
-        ]
-        if idle:
-            warnings.warn(
-                f"No part of the forward pass, so that their blocks are zero: {', '.join(idle)}.",
-                stacklevel=2,
-            )
-
 
 CANDIDATES = (Search.other_rules, Search.other_runs, Search.followed)
 """What is tried in this order where the check disagrees; after them comes a refusal."""
@@ -333,7 +340,7 @@ def raise_mixed(comparison: Comparison) -> None:
             "whatever pools over positions, or let them count (those that a batch's mask "
             "hides: dict_key_mask=None)."
         )
-    for tracked in comparison.mixed + comparison.runs.not_divisible:
+    for tracked in comparison.mixed:
         if isinstance(tracked.layer, OwnParameter):
             names = list(tracked.parameters.values())
             raise Refusal(dict.fromkeys(names, no_copies(names)))
@@ -445,10 +452,10 @@ def with_first_again(x: Any, N: int, can_split: bool = True) -> tuple[Any, Tenso
         return x, None
     tensors = x.values() if isinstance(x, dict) else [x]
     device = next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
-    numbers = torch.arange(N + 1 if can_split else N, device=device)
-    numbers[-1] = 0
-    again = try_twice(lambda: examples(x, numbers))  # objects of the user's may take slices alone
-    return (again, numbers) if type(again) is type(x) else (x, None)
+    index = torch.arange(N + 1 if can_split else N, device=device)
+    index[-1] = 0
+    again = try_twice(lambda: examples(x, index))  # objects of the user's may take slices alone
+    return (again, index) if type(again) is type(x) else (x, None)
 
 
 @dataclass(eq=False)

@@ -8,9 +8,9 @@ forward pass, and the gradient in its output in each backward pass.
 Life cycle. A `Capture` is a context for one forward pass: entering it registers the hooks, leaving
 it removes them and drops the graph. Inside, `forward` runs the model and hands over the input of
 each run of a layer. Then `backward` propagates vectors back, one after the other, and hands over
-the gradient of each run that a vector reaches. Meanwhile `Sources` know where the graph begins, and
-a `RunRecord` which runs there were and which of them a vector has reached. Last,
-`RunRecord.check_reached` compares these with the runs of the proof.
+the gradient of each run that a vector reaches. Meanwhile `Runs` note which runs there were and
+which of them a vector has reached. Last, `Runs.check_reached` compares these with the runs of the
+proof.
 
 A step of training shows its own forward pass instead (`Sink.in_training`). `begin` takes the place
 of `forward`: the training runs the model after it, the hooks are removed then, and the graph stays
@@ -33,7 +33,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from kfac_backend.engine.batches import num_examples
 from kfac_backend.engine.model_calls import call_with, explicit_forwards
-from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
+from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer, UnexpectedRun
 from kfac_backend.layers import Use
 from kfac_backend.layers.rows import Rows, Run, SharedAxes, consecutive_rows, current_rows
 from kfac_backend.layers.weight_sharing import LinearRule
@@ -64,6 +64,8 @@ class Sink:
     """Whether inputs, gradients and outputs keep their graphs in the model's input, which must
     require a gradient."""
 
+    around_batch: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes the context that a batch runs in."""
     takes_example_gradients: ClassVar[bool] = False
     """Whether `example_gradients` does anything; they cost other passes over each batch."""
 
@@ -74,10 +76,6 @@ class Sink:
             assignment: the layers, as the proof has completed them.
             kfac_approx: the mode, no longer "auto".
         """
-
-    def around_batch(self) -> AbstractContextManager[object]:
-        """The context that a batch runs in."""
-        return nullcontext()
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
         """A layer runs, on the input of this use."""
@@ -122,52 +120,7 @@ class Sink:
 
 
 @dataclass(eq=False)
-class Sources:
-    """Where the backward passes of a forward pass end: at the first tracked outputs."""
-
-    ends: list[Any] = field(default_factory=list)
-    """Leaves, or edges of a graph that is kept."""
-    # The nodes of tracked outputs and of leaves so far. `requires_grad` does not tell whether a
-    # tensor depends on a source: see `reach`.
-    _nodes: set[Node] = field(default_factory=set)
-
-    def add(self, leaf: Tensor) -> None:
-        """Let backward passes end at a leaf."""
-        self.ends.append(leaf)
-        self._nodes.add(get_gradient_edge(leaf).node)
-
-    def reach(self, output: Tensor, *, keeps_graph: bool) -> Tensor:
-        """A tracked output that backward passes reach; it becomes a source if no other one does.
-
-        ``keeps_graph`` says whether the graph in front of it is still needed: backward passes then
-        end at its edge, and it is not cut.
-        """
-        # A graph may lead to parameters without a rule, to the model's input, or to the output of a
-        # frozen embedding that requires a gradient for a checkpoint, and to no tracked layer. So
-        # search it for a tracked output.
-        ahead, visited = [output.grad_fn], set()
-        while ahead:
-            node = ahead.pop()
-            if node in self._nodes:
-                break
-            if node is not None and node not in visited:
-                visited.add(node)
-                ahead += [before for before, _ in node.next_functions]
-        else:
-            if keeps_graph:
-                self.ends.append(get_gradient_edge(output))
-            else:
-                source = output.detach().requires_grad_()
-                self.ends.append(source)
-                # A clone, since an activation may work in place, which autograd forbids on a leaf.
-                output = source.clone()
-        if output.grad_fn is not None:
-            self._nodes.add(output.grad_fn)
-        return output
-
-
-@dataclass(eq=False)
-class RunRecord:
+class Runs:
     """The runs of the tracked layers in a forward pass, and which of them a vector has reached."""
 
     num_examples: int | None = None
@@ -187,19 +140,10 @@ class RunRecord:
     unmasked: dict[str, int] = field(default_factory=dict)
     """Layer that a mask of positions does not fit -> the number of its positions, if several."""
 
-    def begin(self, tracked: TrackedLayer, assignment: RuleAssignment) -> tuple[int, Run]:
-        """The number of the layer's run that begins, from 0, and what it works on."""
-        number = self.number[tracked]
-        self.number[tracked] += 1
-        # Where all runs are of one kind, a layer may run more often than on the first batch.
-        kinds = assignment.runs.get(tracked.layer, ("examples",))
-        return number, kinds[min(number, len(kinds) - 1)]
+    def constants(self) -> list[tuple[TrackedLayer, int]]:
+        """The runs that no vector has reached, though one has reached their parameters elsewhere.
 
-    def kinds(self) -> dict[TrackedLayer, list[Run]]:
-        """What each run of the layers is, as far as the vectors so far show.
-
-        A run is constant if no vector has reached it although a vector has reached another run of
-        the same parameters. If no run was reached, the layer takes no part in this output.
+        If no run of the parameters was reached, the layer takes no part in this output.
         """
         reached = {
             name
@@ -207,12 +151,19 @@ class RunRecord:
             if is_reached
             for name in tracked.parameters.values()
         }
+        return [
+            (tracked, number)
+            for (tracked, number), is_reached in self.reached.items()
+            if not is_reached and reached.intersection(tracked.parameters.values())
+        ]
+
+    def kinds(self) -> dict[TrackedLayer, list[Run]]:
+        """What each run of the layers is, as far as the vectors so far show."""
         kinds: dict[TrackedLayer, list[Run]] = {
             tracked: ["examples"] * number for tracked, number in self.number.items()
         }
-        for (tracked, number), is_reached in self.reached.items():
-            if not is_reached and reached.intersection(tracked.parameters.values()):
-                kinds[tracked][number] = "constant"
+        for tracked, number in self.constants():
+            kinds[tracked][number] = "constant"
         return kinds
 
     def check_number(self, assignment: RuleAssignment) -> None:
@@ -241,12 +192,9 @@ class RunRecord:
 
     def check_reached(self) -> None:
         """Raise a NotImplementedError if a run is constant that was not on the first batch."""
-        if all(self.reached.values()):
-            return
-        for tracked, kinds in self.kinds().items():
-            if "constant" in kinds:
-                number = kinds.index("constant") + 1
-                raise _other_runs(tracked, f"with a constant output in run {number}")
+        if not all(self.reached.values()):
+            for tracked, number in self.constants():
+                raise _other_runs(tracked, f"with a constant output in run {number + 1}")
 
 
 class Capture:
@@ -296,7 +244,12 @@ class Capture:
         self.listens = False
         """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
         the graph, which the training's own backward pass uses, too."""
-        self.sources, self.runs = Sources(), RunRecord()
+        self.runs = Runs()
+        """The layers' runs in the forward pass."""
+        self._sources: list[Any] = []  # where backward passes end: leaves, or edges of a kept graph
+        # The nodes of tracked outputs and of leaves so far. `requires_grad` does not tell whether a
+        # tensor depends on a source: see `_reach`.
+        self._nodes: set[Node] = set()
         self._runs_backward = False  # whether a backward pass has begun
 
     def __enter__(self) -> Self:
@@ -314,12 +267,14 @@ class Capture:
         self.listens = False
         # Hooks stay on a graph as long as its output lives, and they reach this object. A sink that
         # holds the output would close a circle that Python's garbage collector cannot see.
-        self.sink, self.sources = Sink(), Sources()
+        self.sink, self._sources, self._nodes = Sink(), [], set()
         self.follower = self._kind_of_follower = None
 
     def forward(self, x: Any) -> Tensor:
         """The model's output at x, with a graph down to the first tracked outputs."""
-        with torch.enable_grad(), explicit_forwards(self.assignment):
+        divided = self.assignment.divided
+        by_parts = explicit_forwards(self.assignment) if divided else nullcontext()
+        with torch.enable_grad(), by_parts:
             # Own parameters enter as copies (N, ...), followed ones as leaves that are watched; all
             # others are constants, so that no graph leads to them.
             copies = self.begin(x)
@@ -380,7 +335,7 @@ class Capture:
         # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
         # and stops at the first tracked layers; the hooks see the gradients in all later outputs as
         # they pass. What it returns, the sources' own gradients, was reported in the same way.
-        ends = [*leaves, *self.sources.ends]
+        ends = [*leaves, *self._sources]
         if not (f.requires_grad and ends):
             # The output depends on no tracked layer, or no tracked layer has run.
             with self.arithmetic():
@@ -414,7 +369,8 @@ class Capture:
 
     def add_source(self, leaf: Tensor) -> None:
         """End backward passes at a leaf, too."""
-        self.sources.add(leaf)
+        self._sources.append(leaf)
+        self._nodes.add(get_gradient_edge(leaf).node)
 
     def report_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """Hand the gradient in a use's output to the sink."""
@@ -443,16 +399,16 @@ class Capture:
         if self.follower is not None:
             self.follower.inside.remove(tracked)
         a = tracked.rule.input_of(args, kwargs)
-        check_run(self.model, tracked, a)
-        if not isinstance(output, Tensor):
-            raise UnexpectedRun(
-                tracked, f"Layer {tracked} returned {type(output).__name__}, and not a tensor."
-            )
+        check_run(self.model, tracked, a, output)
         if not self.sink.differentiable:
             a = a.detach()
         # Step 1: what this run works on, as the proof has found.
         runs, N = self.runs, self.runs.num_examples
-        number, kind = runs.begin(tracked, self.assignment)
+        number = runs.number[tracked]
+        runs.number[tracked] += 1
+        # Where all runs are of one kind, a layer may run more often than on the first batch.
+        kinds = self.assignment.runs.get(tracked.layer, ("examples",))
+        kind = kinds[min(number, len(kinds) - 1)]
         if kind == "followed" and self.follower and N is not None:
             if output.requires_grad:  # so it depends on examples, as it did not in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
@@ -477,7 +433,7 @@ class Capture:
         if kind == "consecutive" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
             runs.rows.add((tracked, len(a) // N))
-            if len(a) % N:
+            if len(a) % N and tracked not in runs.not_divisible:
                 runs.not_divisible.append(tracked)
         # Step 3: report the input, and remember that a gradient has to come.
         use = Use(a if rows is None else rows.flatten(a), rows)
@@ -513,9 +469,7 @@ class Capture:
                 torch.ops.aten._unsafe_view(output, output.shape) if is_linear else output.clone()
             )
         # A first layer's output becomes a source; later ones are reached through the graph.
-        keeps_graph = self.sink.differentiable or self.sink.keeps_graph
-        keeps_graph = self.sink.in_training or (keeps_graph and output.requires_grad)
-        output = self.sources.reach(output, keeps_graph=keeps_graph)
+        output = self._reach(output)
         # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
         # keeps no layer's input, so an input that is modified in place must be noticed here.
         version = use.a._version  # pyright: ignore[reportPrivateUsage]
@@ -537,18 +491,41 @@ class Capture:
             if not b.numel():  # graphs without edges
                 return
             axes = 1 if use.rows is None else len(use.rows.axes)
-            self.report_gradient(tracked, use, b.flatten(0, axes - 1) if axes > 1 else b)
+            with self.arithmetic():
+                self.sink.gradient(tracked, use, b.flatten(0, axes - 1) if axes > 1 else b)
 
         output.register_hook(on_gradient)
         return output
 
+    def _reach(self, output: Tensor) -> Tensor:
+        """A tracked output that backward passes reach; it becomes a source if no other one does.
 
-class UnexpectedRun(TypeError):
-    """A layer's input or output is not that of its class."""
-
-    def __init__(self, tracked: TrackedLayer, message: str) -> None:
-        super().__init__(message)
-        self.tracked = tracked
+        Where the graph in front of it is still needed, backward passes end at its edge, and it is
+        not cut.
+        """
+        # A graph may lead to parameters without a rule, to the model's input, or to the output of a
+        # frozen embedding that requires a gradient for a checkpoint, and to no tracked layer. So
+        # search it for a tracked output.
+        ahead, visited = [output.grad_fn], set()
+        while ahead:
+            node = ahead.pop()
+            if node in self._nodes:
+                break
+            if node is not None and node not in visited:
+                visited.add(node)
+                ahead += [before for before, _ in node.next_functions]
+        else:
+            keeps_graph = self.sink.differentiable or self.sink.keeps_graph
+            if self.sink.in_training or (keeps_graph and output.requires_grad):
+                self._sources.append(get_gradient_edge(output))
+            else:
+                source = output.detach().requires_grad_()
+                self._sources.append(source)
+                # A clone, since an activation may work in place, which autograd forbids on a leaf.
+                output = source.clone()
+        if output.grad_fn is not None:
+            self._nodes.add(output.grad_fn)
+        return output
 
 
 def layer_hooks(
@@ -582,11 +559,12 @@ def _refuse_another_run(tracked: TrackedLayer, *_: Any) -> None:
     )
 
 
-def check_run(model: nn.Module, tracked: TrackedLayer, a: Tensor) -> None:
+def check_run(model: nn.Module, tracked: TrackedLayer, a: Tensor, output: object) -> None:
     """Raise an error if the hooks cannot follow a run of a layer on this input.
 
     Raises:
-        TypeError: an input of integers for a layer that takes none, or the other way round.
+        UnexpectedRun: an input of integers for a layer that takes none, or the other way round; an
+            output that is no tensor.
         NotImplementedError: a layer that runs without gradients.
     """
     if a.is_floating_point() == tracked.rule.takes_integers:
@@ -599,6 +577,10 @@ def check_run(model: nn.Module, tracked: TrackedLayer, a: Tensor) -> None:
             tracked,
             f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
             f"Convert the data, for example {way_out}.",
+        )
+    if not isinstance(output, Tensor):
+        raise UnexpectedRun(
+            tracked, f"Layer {tracked} returned {type(output).__name__}, and not a tensor."
         )
     if torch._C._functorch.is_functorch_wrapped_tensor(a):  # pyright: ignore
         raise NotImplementedError(

@@ -10,17 +10,16 @@ It takes random gradients u of the outputs, and a coefficient c_n for each examp
 Both are linear in u, so that equality at random values is equality.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.engine.capture import Capture, RunRecord, Sink, check_run, layer_hooks
+from kfac_backend.engine.capture import Capture, Runs, Sink, check_run, layer_hooks
 from kfac_backend.engine.model_calls import (
     DtypesInUse,
     call_with,
@@ -65,7 +64,7 @@ class _Gradients(Sink):
 class Comparison:
     """The result of a check."""
 
-    runs: RunRecord = field(default_factory=RunRecord)
+    runs: Runs = field(default_factory=Runs)
     """The layers' runs."""
     output_dim: int = 0
     """How many axes the model's output has."""
@@ -85,14 +84,42 @@ class Comparison:
     """Layers with rows that do not count, and reach the output."""
 
     @property
-    def has_constants(self) -> bool:
-        """Whether no vector has reached a run of a layer, and one has reached another run."""
-        return any("constant" in kinds for kinds in self.runs.kinds().values())
-
-    @property
     def agrees(self) -> bool:
         """Whether all is proved, but for the examples of ``unknown`` layers' rows."""
-        return not (self.is_other_output or self.wrong or self.mixed or self.hidden)
+        is_wrong = self.is_other_output or self.wrong or self.mixed or self.hidden
+        return not is_wrong and not self.runs.constants()
+
+    def add_rows(
+        self,
+        by_use: Mapping[tuple[TrackedLayer, Use], Tensor],
+        of_c: Mapping[tuple[TrackedLayer, Use], Tensor],
+        c: Tensor,
+        tolerance: float,
+    ) -> None:
+        """Add what is wrong with the rows of uses, by their gradients for u and for c_n u_n."""
+        c = torch.cat([c, c.new_zeros(1)])  # of rows that do not count
+        for (tracked, use), gradients in by_use.items():
+            others = of_c.get((tracked, use), torch.zeros_like(gradients))
+            b, b_c = (at_least_float32(g).reshape(len(g), -1) for g in (gradients, others))
+            index, N = torch.arange(len(b), device=b.device), len(c) - 1
+            is_unknown = use.rows is None and len(b) != N
+            if use.rows is not None:
+                index, number = use.rows.index, use.rows.num_examples
+                if b[index == number].any():
+                    self.hidden += [] if tracked in self.hidden else [tracked]
+                    continue
+                if number != N:  # reported by the pass
+                    continue
+            if is_unknown:  # each row must belong to one of the examples all the same
+                ratio = (b_c * b).sum(1) / (b * b).sum(1).clamp(min=torch.finfo(b.dtype).tiny)
+                index = (ratio[:, None] - c[:N].to(b)).abs().argmin(1)
+            norms = b.norm(dim=1)
+            # Rows in which all cancels have rounding alone.
+            limit = 1e-2 * tolerance * (norms + 1e-3 * norms.amax() if len(norms) else norms)
+            if ((b_c - c.to(b)[index, None] * b).norm(dim=1) > limit).any():
+                self.mixed += [] if tracked in self.mixed else [tracked]
+            elif is_unknown:
+                self.unknown += [] if tracked in self.unknown else [tracked]
 
 
 def compare(
@@ -105,75 +132,77 @@ def compare(
 ) -> Comparison:
     """Compare what the hooks see with autograd, in one forward and two backward passes.
 
-    Where copies take the place of parameters, or, with ``own_forwards``, parts that of layers,
-    another forward pass without them gives the output and the gradients to compare with.
-
     Args:
         model: the model.
         assignment: its layers. Parameters that none of them has are constants.
         x: a few examples.
         counted: (N, ...), the loss terms that count; None is all.
-        own_forwards: compare with layers' own forwards, where these run by parts.
+        own_forwards: compare with the forwards of layers that run by parts.
 
     Raises:
         NotImplementedError: a run of a layer that hooks cannot follow.
         UnexpectedRun: a layer whose input or output is not that of its class.
     """
     values = detached_parameters(model)
-    names = dict.fromkeys(name for t in assignment.all for name in t.parameters.values())
+    names = (name for t in assignment.all for name in t.parameters.values())
     leaves = {name: values[name].requires_grad_() for name in names}
-    kinds = chain.from_iterable(assignment.runs.values())
-    is_replaced = bool(own_forwards or assignment.own_parameters or assignment.operations.names)
-    is_replaced |= any(isinstance(kind, SharedAxes) or kind == "followed" for kind in kinds)
-    sink = _Gradients(keeps_graph=not is_replaced)
-    capture = Capture(model, assignment, sink, constants=None if is_replaced else leaves)
-    expected = None
-
-    def forward() -> tuple[Tensor, float]:
-        with forked_random_numbers(model), DtypesInUse() as used:
-            return capture.forward(x), used.tolerance
-
     # Step 1: the forward pass.
     with torch.enable_grad():
-        if is_replaced:
-            forwards = _without_cudnn() if own_forwards else explicit_forwards(assignment)
-            with forwards, forked_random_numbers(model):
-                expected = call_with(model, leaves, x)
-        # Before a layer runs, since its own error would not name it.
-        with capture, layer_hooks(assignment, before=partial(_check_run, model)):
-            # With copies a forward may fail in any way.
-            result = try_twice(forward) if is_replaced else forward()
-            if isinstance(result, NotImplementedError):
-                raise result
-            if isinstance(result, Exception):
-                return Comparison(is_other_output=True, error=result)
-            f, tolerance = result
-            comparison = Comparison(capture.runs, f.dim())
-            if expected is not None and not close(expected.detach(), f.detach(), tolerance):
+        expected = _expected(model, assignment, leaves, x, own_forwards)
+        is_itself, used = expected is None, DtypesInUse()
+        sink = _Gradients(keeps_graph=is_itself)
+        capture = Capture(model, assignment, sink, constants=leaves if is_itself else None)
+        # Before a layer runs, since its own error would not name it. There is no output yet.
+        checked = layer_hooks(
+            assignment,
+            lambda t, _, args, kw: check_run(model, t, a := t.rule.input_of(args, kw), output=a),
+        )
+        with capture, checked:
+            with forked_random_numbers(model), used:
+                # With copies a forward may fail in any way.
+                f = capture.forward(x) if is_itself else try_twice(lambda: capture.forward(x))
+            if isinstance(f, NotImplementedError):
+                raise f
+            if isinstance(f, Exception):
+                return Comparison(is_other_output=True, error=f)
+            comparison = Comparison(capture.runs, f.dim(), mixed=[*capture.runs.not_divisible])
+            if expected is not None and not close(expected.detach(), f.detach(), used.tolerance):
                 comparison.is_other_output = True
-                return comparison
-            comparison.is_finite = f.dim() > 1 and bool(torch.isfinite(f).all())
-            if not comparison.is_finite:
+            else:
+                comparison.is_finite = f.dim() > 1 and bool(torch.isfinite(f).all())
+            if comparison.is_other_output or not comparison.is_finite:
                 return comparison
             # Step 2: the backward passes.
-            coefficients = _coefficients(len(f), f.device)
-            by_autograd = _propagate(capture, f, expected, leaves, counted, coefficients)
+            coefficients, by_autograd = _propagate(capture, f, expected, leaves, counted)
     # Step 3: the comparison.
     first, *others = sink.by_vector
     comparison.is_finite = all(bool(b.norm(torch.inf).isfinite()) for b in first.values())
     if comparison.is_finite:
-        comparison.wrong = _wrong_gradients(assignment, leaves, by_autograd, first, tolerance)
-        for (tracked, use), b in first.items():
-            for c, vector in zip(coefficients, others, strict=False):
-                other = vector.get((tracked, use), torch.zeros_like(b))
-                _check_rows(comparison, tracked, use, b, other, c, tolerance)
+        comparison.wrong = _wrong_gradients(assignment, leaves, by_autograd, first, used.tolerance)
+        for c, of_c in zip(coefficients, others, strict=False):
+            comparison.add_rows(first, of_c, c, used.tolerance)
     return comparison
 
 
-def _check_run(
-    model: nn.Module, tracked: TrackedLayer, _: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> None:
-    check_run(model, tracked, tracked.rule.input_of(args, kwargs))
+def _expected(
+    model: nn.Module,
+    assignment: RuleAssignment,
+    leaves: dict[str, Tensor],
+    x: Any,
+    own_forwards: bool,
+) -> Tensor | None:
+    """The output of the model as it is; None where the hooks' own forward pass has it.
+
+    That is where neither copies take the place of parameters nor parts that of layers.
+    """
+    kinds = chain.from_iterable(assignment.runs.values())
+    has_copies = bool(assignment.own_parameters or assignment.operations.names)
+    has_copies |= any(isinstance(kind, SharedAxes) or kind == "followed" for kind in kinds)
+    if not (own_forwards or has_copies):
+        return None
+    forwards = _without_cudnn() if own_forwards else explicit_forwards(assignment)
+    with forwards, forked_random_numbers(model):
+        return call_with(model, leaves, x)
 
 
 def _propagate(
@@ -182,12 +211,17 @@ def _propagate(
     expected: Tensor | None,
     leaves: dict[str, Tensor],
     counted: Tensor | None,
-    coefficients: list[Tensor],
-) -> dict[str, Tensor | None]:
-    """Propagate u, and c u, back from the outputs f; returns autograd's gradients for u.
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """Propagate u, and c u, back from the outputs f; returns c and autograd's gradients for u.
 
-    These are of ``expected``, the outputs of the model as it is, where it has a pass of its own.
+    The gradients are of ``expected``, the outputs of the model as it is, where it has a pass of its
+    own. More examples than `COEFFICIENTS` have several c, by the digits of their numbers.
     """
+    numbers, coefficients = torch.arange(len(f)), []
+    while not coefficients or numbers.any():
+        digit = numbers % len(COEFFICIENTS)
+        coefficients.append(torch.tensor(COEFFICIENTS)[digit].to(f.device))
+        numbers = numbers // len(COEFFICIENTS)
     parameters, gradients = list(leaves.values()), [None] * len(leaves)
     # Random gradients: ones would cancel in a layer such as softmax, whose outputs have a constant
     # sum. Terms that do not count propagate nothing back in the pass either. Labels that do not fit
@@ -202,17 +236,7 @@ def _propagate(
         if leaves and expected.requires_grad:
             gradients = torch.autograd.grad(expected, parameters, u, allow_unused=True)
     capture.backward(f, (u * c.to(u).view(-1, *[1] * (f.dim() - 1)) for c in coefficients))
-    return dict(zip(leaves, gradients, strict=True))
-
-
-def _coefficients(N: int, device: torch.device) -> list[Tensor]:
-    """The coefficients of N examples; several for many, by the digits of the examples' numbers."""
-    number, coefficients = torch.arange(N), []
-    while not coefficients or number.any():
-        digit = number % len(COEFFICIENTS)
-        coefficients.append(torch.tensor(COEFFICIENTS)[digit].to(device))
-        number = number // len(COEFFICIENTS)
-    return coefficients
+    return coefficients, dict(zip(leaves, gradients, strict=True))
 
 
 def _wrong_gradients(
@@ -258,44 +282,6 @@ def _wrong_gradients(
         if not float(difference.norm()) <= tolerance * largest:
             wrong.setdefault(name, float(difference.norm()) / max(largest, 1e-300))
     return wrong
-
-
-def _check_rows(
-    comparison: Comparison,
-    tracked: TrackedLayer,
-    use: Use,
-    b: Tensor,
-    other: Tensor,
-    c: Tensor,
-    tolerance: float,
-) -> None:
-    """Note what is wrong with a use's rows, of gradients b for u and ``other`` for c_n u_n."""
-    b, other = (at_least_float32(g).reshape(len(g), -1) for g in (b, other))
-    c, is_unknown = c.to(b), False
-    if use.rows is not None:
-        counts = use.rows.index < use.rows.num_examples
-        if b[~counts].any():
-            _note(comparison.hidden, tracked)
-            return
-        if use.rows.num_examples != len(c):  # reported by the pass
-            return
-        c = torch.cat([c, c.new_zeros(1)])[use.rows.index]
-    elif len(b) != len(c):
-        # Whose rows they are is unknown. Each must belong to one of the examples all the same.
-        ratio = (other * b).sum(1) / (b * b).sum(1).clamp(min=torch.finfo(b.dtype).tiny)
-        c, is_unknown = c[(ratio[:, None] - c).abs().argmin(1)], True
-    norms = b.norm(dim=1)
-    # Rows in which all cancels have rounding alone.
-    limit = 1e-2 * tolerance * (norms + 1e-3 * norms.amax() if len(norms) else norms)
-    if ((other - c[:, None] * b).norm(dim=1) > limit).any():
-        _note(comparison.mixed, tracked)
-    elif is_unknown:
-        _note(comparison.unknown, tracked)
-
-
-def _note(layers: list[TrackedLayer], tracked: TrackedLayer) -> None:
-    if tracked not in layers:
-        layers.append(tracked)
 
 
 @contextmanager

@@ -14,9 +14,10 @@ A step of training makes its own forward pass (`optimizer.training_pass`), and c
 does to a batch one by one: `capture`, `propagate`, `PassState.add`.
 """
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,40 +28,61 @@ from kfac_backend.engine.automatic_mode import common_mode, mode_and_traces
 from kfac_backend.engine.batches import (
     detached,
     each_batch,
-    examples,
-    has_no_examples,
+    num_examples,
     split_batch,
-    splits_by_example,
 )
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.model_calls import in_channels_last, is_out_of_memory
 from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, assign_rules
 from kfac_backend.engine.sharded_pass import ShardedPass
-from kfac_backend.engine.task import BatchChecks, Task, check_inputs
+from kfac_backend.engine.task import (
+    INPUTS_NOT_FINITE,
+    Task,
+    check_finite,
+    check_inputs,
+    not_finite,
+    numbers_of,
+)
+from kfac_backend.fisher import MANY_PASSES
 from kfac_backend.layers.rows import counted_positions
-from kfac_backend.likelihoods import Likelihood, counted_terms, loss_sum, num_counted_terms
+from kfac_backend.likelihoods import (
+    IGNORED,
+    Likelihood,
+    counted_terms,
+    num_counted_terms,
+)
 from kfac_backend.options import CurvatureOptions, KfacApprox
-from kfac_backend.precision import Arithmetic, backward_arithmetic, full_float32
+from kfac_backend.precision import Arithmetic, at_least_float32, full_float32
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
-from kfac_backend.sharding import is_sharded, resharded
+from kfac_backend.sharding import resharded, sharded_modules
+
+FAILED = (
+    "The last batch of this curvature pass failed, and a part of it is in the sums. Call reset() "
+    "and begin with the first batch."
+)
+"""The error of a pass after a batch that failed."""
 
 
-@dataclass
+@dataclass(eq=False)
 class PassState:
-    """One pass over some data: what it has counted so far, and the loss that it has summed."""
+    """One pass over some data: what it has counted and checked, and the loss that it has summed.
 
-    checks: BatchChecks
-    """What is checked of its batches, some of it on the device and read later."""
+    The first batch of a form (shapes and dtypes) is checked before its first backward pass. Later
+    ones are checked on the device, and the result is read after the second, fourth, eighth batch
+    and so on, and at the end, since reading waits for all that the device has to do. Counts stay
+    there, too, so that no batch waits for a transfer.
+    """
+
+    model: nn.Module
+    task: Task
     generator: torch.Generator | None
     """The source of drawn numbers, of this rank alone; None is torch's."""
-    # These stay on the device until the end, so that no batch waits for a transfer. The loss has
-    # many terms, and is summed in float64.
-    num_loss_terms: Tensor
-    loss: Tensor
     num_data: int = 0
-    num_batches: int = 0
     num_outputs: int = 0
+    num_loss_terms: int | Tensor = 0
+    loss: float | Tensor = 0.0
+    """Σ ℓ of many terms, and so in float64."""
     constants: dict[str, Tensor] | None = None
     """Convolutions' weights in the memory format that is faster; None until the first batch, with
     which the sink starts, too."""
@@ -68,12 +90,50 @@ class PassState:
     """Whether a batch was added in part, so that the sums are useless."""
     is_over: bool = False
     """Whether the sums were taken, so that a batch begins another pass."""
+    _forms: set[Any] = field(default_factory=set)  # of which targets were checked
+    _num_batches: int = 0
+    # Of batches whose checks were not read: the outputs' shape, targets, and the smallest and
+    # largest number of inputs and outputs.
+    _unread: list[tuple[torch.Size, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    def add(self, f: Tensor, y: Tensor, likelihood: Likelihood) -> None:
-        """Count a batch's examples and loss terms, when all of it is added."""
-        self.num_data += len(f)
-        self.num_outputs = f.shape[-1]
-        self.num_loss_terms += num_counted_terms(f, y, likelihood)
+    def check(self, x: Any, f: Tensor, y: Any) -> Tensor:
+        """Check a batch; returns its targets, without labels that stop a GPU."""
+        form = None  # of what is no tensor, which is an error
+        if isinstance(y, Tensor):
+            form = f.shape[1:], y.shape[1:], y.dtype, f.shape[:1] == y.shape[:1]
+        if form not in self._forms:
+            self.task.check(f, y)
+            check_finite(self.model, f, x)
+            self._forms.add(form)
+        else:
+            of_inputs, of_outputs = (
+                _extremes(values, f.device) for values in (numbers_of(x), [f.detach()])
+            )
+            # A loader may use the memory of y again.
+            self._unread.append((f.shape, y.clone(), of_inputs, of_outputs))
+            if self.task.likelihood.name in ("classification", "noisy_classification"):
+                # A label out of range, which is reported later, must not stop a GPU now.
+                y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
+        if not self.task.knows_outputs:
+            self.task.look_at(f)
+        self._num_batches += 1
+        # What is wrong is found before the pass has taken twice as long as it needed to meet it.
+        if self._num_batches & (self._num_batches - 1) == 0:
+            self.read_checks()
+        return y
+
+    def read_checks(self) -> None:
+        """Raise the error of an earlier batch, if any."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        _, _, of_inputs, of_outputs = zip(*unread, strict=True)
+        if not torch.cat(of_inputs).isfinite().all():
+            raise ValueError(INPUTS_NOT_FINITE)
+        for shape, y, *_ in unread:  # outputs of these shapes, whose values do not count
+            self.task.check(torch.empty(shape, device="meta"), y)
+        if not torch.cat(of_outputs).isfinite().all():
+            raise not_finite(self.model)
 
 
 class Driver:
@@ -131,7 +191,7 @@ class Driver:
         self.sink = self.sink if sink is None else sink
         # Asked anew, since the model may have moved between two passes.
         self.device = next(self.model.parameters()).device
-        if is_sharded(self.model):
+        if sharded_modules(self.model):
             self.sharded = self.sharded or ShardedPass(self)
             self.sharded.check_ranks()
         self.arithmetic = Arithmetic(self.device, self.options.backward_precision)
@@ -142,12 +202,7 @@ class Driver:
         own = self.generator
         if self.fisher.draws and self.ranks.size > 1:
             own = self.ranks.generator(_common_generator(own, self.device))
-        self.state = PassState(
-            BatchChecks(self.model, self.task, self.device),
-            own,
-            torch.zeros((), dtype=torch.long, device=self.device),
-            torch.zeros((), dtype=torch.float64, device=self.device),
-        )
+        self.state = PassState(self.model, self.task, own)
 
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
         """Add all batches of some data; errors are those of `add`.
@@ -157,7 +212,7 @@ class Driver:
         batches = each_batch(data, description, progress)
         pairs = (split_batch(batch, self.options) for batch in batches)
         if self.ranks.size > 1:
-            pairs = (pair for pair in pairs if not has_no_examples(pair[1]))
+            pairs = (pair for pair in pairs if num_examples(pair[1]) != 0)
         for x, y in self.sharded.with_other_ranks(pairs) if self.sharded else pairs:
             self.add(x, y)
 
@@ -170,9 +225,12 @@ class Driver:
             torch.OutOfMemoryError: a batch that is too large; a note names the ways out.
             RuntimeError: after a batch that failed, until `start`.
         """
-        self._go_on()
+        if self.state.is_over:
+            self.start()
+        if self.state.failed:
+            raise RuntimeError(FAILED)
         x, y = detached(x, self.device), detached(y, self.device)
-        if has_no_examples(y):
+        if num_examples(y) == 0:
             raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
         # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
         # the sums, and the caller could go on with wrong numbers.
@@ -188,11 +246,6 @@ class Driver:
                         "the largest layers (requires_grad_(False))."
                     )
                 raise
-            # After the first, second, fourth, eighth batch, ...: what is wrong is found before the
-            # pass has taken twice as long as it needed to meet it.
-            self.state.num_batches += 1
-            if not self.state.num_batches & (self.state.num_batches - 1):
-                self.state.checks.read()
         self.state.failed = False
 
     def finish(self, *, by_owners: bool = False) -> PassSums:
@@ -200,18 +253,21 @@ class Driver:
 
         Collective. ``by_owners`` lets each be kept by one rank alone, see `sum_over_ranks`.
         """
-        self._go_on()
+        if self.state.is_over:
+            self.start()
+        if self.state.failed:
+            raise RuntimeError(FAILED)
         # If a check or the sum over ranks fails now, the pass must begin again.
         state = self.state
         state.failed = bool(state.num_data)
-        state.checks.read()
+        state.read_checks()
         if self.kfac_approx == "auto":  # no batch of this rank has decided it
             self.kfac_approx = common_mode(self.ranks.gather(None))
         blocks, others = self.sink.sums() if state.num_data else ({}, {})
         sums = PassSums(
             blocks, others, self.kfac_approx,
             num_outputs=state.num_outputs, num_data=state.num_data,
-            num_loss_terms=int(state.num_loss_terms), loss=state.loss.item(),
+            num_loss_terms=int(state.num_loss_terms), loss=float(state.loss),
             padding=self.proof.assignment.padding,
         )  # fmt: skip
         must_agree = {"the likelihood": self.task.likelihood, "the options": self.options}
@@ -223,16 +279,6 @@ class Driver:
         state.is_over, state.constants = True, None
         return sums
 
-    def _go_on(self) -> None:
-        """Begin a pass if the last one is over; raise a RuntimeError after a batch that failed."""
-        if self.state.is_over:
-            self.start()
-        if self.state.failed:
-            raise RuntimeError(
-                "The last batch of this curvature pass failed, and a part of it is in the sums. "
-                "Call reset() and begin with the first batch."
-            )
-
     def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
         """A batch's targets; the first batches make the proof, and decide the mode, for all.
 
@@ -243,16 +289,9 @@ class Driver:
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         if not self.proof.is_made(N):
             check_inputs(x)
-            self.task.check_axis(self.model, x, y)
+            if isinstance(y, Tensor) and y.dim() > 1:
+                self.task.check_axis(self.model, x, y)
             self.proof.make(x, N, counted_terms(y, self.task.likelihood))
-        if mask is not None and not self.proof.holds_for_masks:
-            some, its_mask, counted = x, mask, counted_terms(y, self.task.likelihood)
-            if splits_by_example(x, y):  # the first that it hides a position of, and another one
-                hiding = torch.argmin(mask.all(1).int())
-                index = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
-                some, its_mask = examples(x, index), mask[index]
-                counted = None if counted is None else counted[index]
-            self.proof.make_for_masks(some, its_mask, counted)
         if self.kfac_approx == "auto":
             proof = self.proof
             of_this_rank = mode_and_traces(
@@ -284,52 +323,64 @@ class Driver:
         """Propagate the Fisher's vectors back from the outputs of a capture."""
         # Autocast is for the forward pass alone: Gram matrices are summed in float32.
         no_autocast = torch.autocast(self.device.type, enabled=False)
-        with no_autocast, backward_arithmetic(self.arithmetic.precision):
+        with no_autocast, self.arithmetic.of_backward():
             # One backward pass for each vector v of the root of the loss Hessian, with the
             # outputs' gradient v: what reaches a layer's output is b, whose outer products are
             # B. The vectors are made one by one, so that memory never holds all of them.
-            vectors = self.sink.vectors(self.vectors, f, y)
+            of_fisher = partial(
+                self.fisher.vectors, self.task.likelihood,
+                generator=self.state.generator, may_ignore=self.task.may_ignore,
+            )  # fmt: skip
+            vectors = self.sink.vectors(of_fisher, f, y)
             capture.backward(f, self.sharded.vectors(vectors, f) if self.sharded else vectors)
-
-    def vectors(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """The Fisher's vectors at outputs and targets."""
-        return self.fisher.vectors(
-            self.task.likelihood, f, y, self.state.generator, may_ignore=self.task.may_ignore
-        )
 
     def _add_batch(self, x: Any, y: Any) -> None:
         """Add a batch of any number of examples on the pass's device."""
-        likelihood, mask = self.task.likelihood, self.task.mask(x)
+        likelihood = self.task.likelihood
+        mask = self.task.mask(x) if isinstance(x, Mapping) else None
         y = (self.sharded or self).prepare(x, y, mask)
         capture = self.capture()
         with self.sink.around_batch():
             with counted_positions(mask), capture:
                 # One forward pass: A, and all that a gradient will need.
                 f = capture.forward(x)
-                y = self.state.checks.check(x, f, y)
-                if not self.state.num_data:
-                    self.fisher.warn_of_many_passes(likelihood, f)
+                y = self.state.check(x, f, y)
+                passes = 0 if self.state.num_data else self.fisher.num_passes(likelihood, f)
+                if passes > MANY_PASSES:
+                    warnings.warn(
+                        f"fisher={self.fisher.name!r} takes {passes} backward passes for each "
+                        f"batch: outputs have shape {tuple(f.shape)}. fisher='mc' takes mc_samples "
+                        "passes.",
+                        stacklevel=2,
+                    )
                 capture.runs.check_examples(len(f), self.sink, hides=mask is not None)
                 self.propagate(capture, f, y)
                 capture.runs.check_reached()
                 runs = capture.runs
             if self.sharded:
                 self.sharded.prove_masked(runs.masked, x, y, mask)
-            elif runs.masked - self.proof.masked:
-                self.proof.make_for_masks(x, mask, counted_terms(y, likelihood))
-            if not (self.sharded or runs.rows <= self.proof.rows):
-                self.proof.make_for_rows(runs.rows, x, len(y), counted_terms(y, likelihood))
+            elif mask is not None or runs.masked or runs.rows:
+                self.proof.make_for_runs(runs, x, mask, counted_terms(y, likelihood))
             with torch.autocast(self.device.type, enabled=False):
                 self.sink.batch_done(f, y)
         if self.proof.assignment.diagonal and self.sink.takes_example_gradients:
             # Loaded only where such parameters are.
             from kfac_backend.engine.operations.example_gradients import report_gradients
 
+            vectors = partial(self.fisher.vectors, likelihood, y=y, generator=self.state.generator)
             names = self.proof.assignment.diagonal
-            report_gradients(self.model, names, x, lambda f: self.vectors(f, y), self.sink)
+            report_gradients(self.model, names, x, vectors, self.sink)
         # Counted last: a batch that failed must not count.
-        self.state.add(f, y, likelihood)
-        self.state.loss += loss_sum(f.detach(), y, likelihood)
+        self.state.num_data += len(f)
+        self.state.num_outputs = f.shape[-1]
+        self.state.num_loss_terms += num_counted_terms(f, y, likelihood)
+        self.state.loss += likelihood.loss(at_least_float32(f.detach()), y).double()
+
+
+def _extremes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The smallest and the largest number of each tensor, to which NaN spreads, on a device."""
+    extremes = [torch.stack(torch.aminmax(t)).to(device) for t in tensors if t.numel()]
+    return torch.cat(extremes or [torch.zeros(0, device=device)])
 
 
 def _common_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:

@@ -10,8 +10,8 @@ After the sum over ranks `assemble_blocks` makes blocks of the sums. Before the 
 """
 
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.block import KroneckerBlock
+from kfac_backend.blocks.nearest import nearest_kronecker
 from kfac_backend.engine.capture import Sink
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.layers import ExactRule, Rule, Use, WeightSharingRule
@@ -28,6 +29,7 @@ from kfac_backend.options import KfacApprox, PassOptions, modes_of_layers
 from kfac_backend.ranks import PassSums
 
 
+@dataclass(eq=False)
 class FactorSums(Sink):
     """Sums up the factors of all layers, by their rules.
 
@@ -38,16 +40,18 @@ class FactorSums(Sink):
 
     takes_example_gradients = True
 
-    def __init__(self, options: PassOptions, *, in_training: bool = False) -> None:
-        self.options, self.in_training = options, in_training
-        self.rules: dict[TrackedLayer, Rule] = {}
-        """The layers' rules, which hold the sums."""
-        self._diagonal: dict[str, Tensor] = {}
+    options: PassOptions
+    in_training: bool = False
+    rules: dict[TrackedLayer, Rule] = field(default_factory=dict)
+    """The layers' rules, which hold the sums."""
+    _diagonal: dict[str, Tensor] = field(default_factory=dict)
 
     def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
         """Make the rules."""
         self.rules = make_rules(assignment, kfac_approx, self.options)
-        tie(self.rules)
+        names = [name for tracked in self.rules for name in tracked.parameters.values()]
+        if len(set(names)) < len(names):
+            tie(self.rules)
         self._diagonal = {}
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
@@ -121,7 +125,13 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
         if len(uses) > 1 and uses[0].slot[1] > 1:
             blocks[name] = _packed(name, uses, packed)
             continue
-        of_uses = [_one_block(name, use) for use in uses]
+        # In place: a second copy of all input factors would be the peak of the pass's memory.
+        of_uses = [
+            KroneckerBlock(name, use.B)
+            if use.A is None
+            else KroneckerBlock(name, use.B, use.A.divide_(max(use.num_terms, 1)), use.num_terms)
+            for use in uses
+        ]
         blocks[name] = of_uses[0] if len(of_uses) == 1 else nearest_kronecker(of_uses)
     blocks |= {name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()}
     # The names are those of the blocks, not of this rank's assignment: a rank without data has
@@ -147,12 +157,9 @@ def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
     """
     first: dict[tuple, tuple[Rule, str]] = {}  # the layer whose sums the others share
     uses: dict[str, dict[Any, dict[tuple, TrackedLayer]]] = {}  # parameter -> slot -> kind of use
-    number = Counter(name for tracked in rules for name in tracked.parameters.values())
     # Step 1: the first use of each kind keeps the sums, later ones of that kind add to them.
     for tracked, rule in rules.items():
         for local, name in tracked.parameters.items():
-            if number[name] == 1:
-                continue
             slot, kind = tracked.slots.get(local), _kind(rule, local)
             other, others_local = first.setdefault((name, slot, kind), (rule, local))
             if other is not rule or others_local != local:
@@ -163,11 +170,11 @@ def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
         # Used both whole and in slots, or in several ways that are no orientations or modes of one
         # weight.
         whole_and_in_slots = None in slots and len(slots) > 1
-        several = any(len(kinds) > 1 for kinds in slots.values())
+        in_several_ways = any(len(kinds) > 1 for kinds in slots.values())
         of_one_weight = len(slots) == 1 and all(
             kind[0] == "weight" for kinds in slots.values() for kind in kinds
         )
-        if whole_and_in_slots or (several and not of_one_weight):
+        if whole_and_in_slots or (in_several_ways and not of_one_weight):
             layers = dict.fromkeys(str(t) for kinds in slots.values() for t in kinds.values())
             raise NotImplementedError(
                 f"Parameter '{name}' is used in different ways by {' and '.join(layers)}, "
@@ -187,15 +194,6 @@ def _kind(rule: Rule, local: str) -> tuple:
     return (type(rule), local)
 
 
-def _one_block(name: str, sums: BlockSums) -> KroneckerBlock:
-    """B as summed, A divided by its terms."""
-    if sums.A is None:
-        return KroneckerBlock(name, sums.B)
-    # In place: a second copy of all input factors would be the peak of the pass's memory.
-    A = sums.A.divide_(max(sums.num_terms, 1))
-    return KroneckerBlock(name, sums.B, A, sums.num_terms)
-
-
 def _packed(name: str, of_slots: list[BlockSums], packed: dict[Any, Factor]) -> KroneckerBlock:
     """The blocks of several maps as the groups of the tensor that holds them.
 
@@ -213,101 +211,6 @@ def _packed(name: str, of_slots: list[BlockSums], packed: dict[Any, Factor]) -> 
         return KroneckerBlock(name, B)
     A = Factor.concatenated(inputs)
     return KroneckerBlock(name, B, A, tuple(s.num_terms for s in sums))
-
-
-def nearest_kronecker(blocks: Sequence[KroneckerBlock]) -> KroneckerBlock:
-    """The block B ⊗ A that is nearest in Frobenius norm to Σ_k B_k ⊗ A_k.
-
-    An embedding whose weight is also the output layer's has two such terms. The entries of the sum,
-    rearranged, form the matrix Σ_k vec(B_k) vec(A_k)ᵀ of rank K, whose leading singular vectors are
-    the factors. They are combinations of the B_k and of the A_k, and the inner products of these
-    suffice to find them. The coefficients are not negative (Perron and Frobenius), so that B and A
-    are positive semi-definite. Source: Van Loan & Pitsianis 1993, "Approximation with Kronecker
-    products".
-
-    If all B_k are diagonals, each row's trace is kept instead: B = Σ_k tr(A_k) B_k, and the nearest
-    A for that. The nearest product of all would give rows other traces.
-
-    B has trace one and A the scale of the product, a sum: which of the B_k and A_k are sums differs
-    between the uses, and moving averages of factors need a split that does not depend on the number
-    of terms.
-
-    The result has no number of terms (None), since it cannot be added to that of another pass: the
-    nearest product of a sum is not the sum of the nearest products. It has 0 if no use ever ran.
-
-    A factor of a block may be a diagonal, (V, 1, 1).
-    """
-    # Shapes must not depend on values, which only the owner of the block has: uses that never ran
-    # are left out by their number of terms, and other zeros when the shape is decided.
-    unused, blocks = blocks[0], [b for b in blocks if b.num_terms]
-    if not blocks:
-        return unused
-    if len(blocks) == 1:
-        return _with_trace_in_A(blocks[0].name, blocks[0].B, blocks[0].A)
-    # Diagonals of one size stay diagonals: a vocabulary's dense matrix would not fit into memory.
-    diagonal = all(b.B.dim() == 3 and b.B.shape[-1] == 1 for b in blocks)
-    Bs = [b.B if diagonal else _dense(b.B) for b in blocks]
-    As = [_dense(b.A) for b in blocks]
-    if Bs[0].is_meta:
-        return KroneckerBlock(blocks[0].name, Bs[0], As[0])
-    nonzero = [i for i, (B, A) in enumerate(zip(Bs, As, strict=True)) if B.any() and A.any()]
-    if len(nonzero) < 2:
-        i = nonzero[0] if nonzero else 0
-        return _with_trace_in_A(blocks[0].name, Bs[i], As[i])
-    Bs, As = [Bs[i] for i in nonzero], [As[i] for i in nonzero]
-    of_B = _inner_products(Bs)  # (K, K) in float64
-    if diagonal:
-        # Σ_k tr(A_k) B_k: each row of the sum keeps its trace.
-        c = torch.stack([A.diagonal().double().sum() for A in As])
-    else:
-        # The nearest product is found among the combinations of the factors, so that K × K inner
-        # products are enough, whatever the sizes of the factors are.
-        c = _leading_coefficients(of_B, _inner_products(As))
-    # B = Σ c_k B_k, and the best A for this B: Σ_k ⟨B, B_k⟩ A_k / ⟨B, B⟩.
-    A = _combination(of_B @ c / (c @ of_B @ c), As)
-    return _with_trace_in_A(blocks[0].name, _combination(c, Bs), A)
-
-
-def _with_trace_in_A(name: str, B: Tensor, A: Tensor | None) -> KroneckerBlock:
-    """The block B / tr(B) ⊗ tr(B) A, without a number of terms."""
-    if A is None:
-        return KroneckerBlock(name, B)
-    trace = B.diagonal(dim1=-2, dim2=-1).sum()
-    return KroneckerBlock(name, B / torch.where(trace > 0, trace, 1.0), A * trace)
-
-
-def _leading_coefficients(of_B: Tensor, of_A: Tensor) -> Tensor:
-    """The coefficients c of the nearest product's B = Σ c_k B_k, from inner products (K, K)."""
-    # Scale all B_k to norm one, and their A_k inversely: the products B_k ⊗ A_k stay the same.
-    roots = of_B.diagonal().sqrt()
-    of_B, of_A = of_B / torch.outer(roots, roots), of_A * torch.outer(roots, roots)
-    # The leading eigenvector of the product of both matrices is the limit of alternating between
-    # the best A for a B and the best B for an A.
-    values, vectors = torch.linalg.eig(of_A @ of_B)
-    return vectors.real[:, values.real.argmax()].abs() / roots
-
-
-def _combination(coefficients: Tensor, factors: list[Tensor]) -> Tensor:
-    terms = [float(c) * F for c, F in zip(coefficients, factors, strict=True)]
-    return torch.stack(terms).sum(0)
-
-
-def _inner_products(factors: list[Tensor]) -> Tensor:
-    flat = torch.stack([F.flatten().double() for F in factors])
-    return flat @ flat.mT
-
-
-def _dense(factor: Tensor | None) -> Tensor:
-    """(d, d), of a matrix or of d groups of one entry."""
-    assert factor is not None
-    if factor.dim() == 2:
-        return factor
-    if factor.shape[-1] != 1:
-        raise NotImplementedError(
-            "A tensor in groups is used in two ways, which have no common block. Use separate "
-            "tensors, or freeze it (requires_grad_(False))."
-        )
-    return torch.diag_embed(factor[:, 0, 0])
 
 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

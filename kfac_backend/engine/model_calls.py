@@ -6,7 +6,7 @@ afterwards as it was before.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kfac_backend.engine.batches import argument_names, arguments, copied, examples, first_and_last
-from kfac_backend.engine.rule_assignment import RuleAssignment
+from kfac_backend.engine.batches import argument_names, arguments, copied, examples
+from kfac_backend.engine.rule_assignment import RuleAssignment, UnexpectedRun
 from kfac_backend.layers import LayerByParts
 from kfac_backend.sharding import is_part, reshard, substituted, whole_parameters
 
@@ -97,26 +97,59 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in host)
 
 
-def call_with(model: nn.Module, parameters: dict[str, Tensor], x: Any) -> Tensor:
+def call_with(
+    model: nn.Module, parameters: dict[str, Tensor], x: Any, labels: Tensor | None = None
+) -> Any:
     """The model's output at x with these parameters, and its other parameters as constants.
 
     The model gets a copy of the input, which a forward may change in place. A mapping is the
     model's one argument, unless its forward names the mapping's keys, as models of Hugging Face do.
     Where the output has ``logits``, these are returned. Nothing is written into the model's own
-    parameters.
+    parameters. With ``labels`` the model gets these, too, and all that it returns is returned.
 
     Raises:
         TypeError: an output that is not a tensor of real numbers; inputs in another dtype than the
             parameters', which the model does not convert.
     """
-    if isinstance(x, Tensor):
-        f = _called(model, parameters, (x.clone(),), {})  # whose graph is kept
-    else:
-        f = _called(model, parameters, *arguments(model, copied(x)))
-    if not isinstance(f, Tensor):
-        f = logits_of(f)
-    check_output(f)
-    return f
+    args, kwargs = ((x.clone(),), {}) if isinstance(x, Tensor) else arguments(model, copied(x))
+    if labels is not None and args and isinstance(args[0], Mapping):
+        args = ({**args[0], "labels": labels.clone()},)
+    elif labels is not None:
+        kwargs["labels"] = labels.clone()
+    values: dict[int, Tensor] = {}  # of a parameter's id: what takes its place
+    state: dict[str, Tensor] = {}
+    whole = whole_parameters(model)  # empty unless the model is sharded
+    # All parameters are given anew, so that nothing is written into the model, and under each of
+    # their names. functional_call's own tie_weights visits a module with two names twice and leaves
+    # it without its parameters afterwards (pytorch issue 164759).
+    for prefix, module in model.named_modules():
+        for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            p = whole.get(name, p)
+            state[name] = values.setdefault(id(p), parameters.get(name, p.detach()))
+        # Buffers that may change, such as running statistics, are copies.
+        if module.training:
+            buffers = module.named_buffers(prefix, recurse=False)
+            state |= {name: buffer.clone() for name, buffer in buffers}
+    # PyTorch's fused inference path would run a transformer's layers without hooks.
+    mha = torch.backends.mha
+    is_fused = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        with uncompiled(), substituted(model, state) if whole else nullcontext():
+            if whole:
+                output = model(*args, **kwargs)
+            else:
+                output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if not isinstance(error, UnexpectedRun):
+            explain(model, (*args, kwargs), error)
+        raise
+    finally:
+        mha.set_fastpath_enabled(is_fused)
+    if labels is None and (not isinstance(output, Tensor) or output.is_complex()):
+        output = logits_of(output)
+        check_output(output)
+    return output
 
 
 def check_output(output: object) -> None:
@@ -133,11 +166,19 @@ def check_output(output: object) -> None:
         )
 
 
-def check_dtypes(model: nn.Module, arguments: Iterable[Any], error: Exception) -> None:
-    """Raise a TypeError if a model's error is that inputs are in another dtype than parameters.
+def explain(model: nn.Module, arguments: Sequence[Any], error: Exception) -> None:
+    """Raise a TypeError if a model's error is that it does not take inputs such as these.
 
-    Whether a model converts its inputs shows only when it runs.
+    These are a mapping that is one argument, and inputs in another dtype than the parameters, of
+    which it shows only now whether the model converts them.
     """
+    x = arguments[0]
+    if isinstance(x, Mapping) and len(arguments) > 1 and type(x).__name__ in str(error):
+        raise TypeError(
+            f"{type(model).__name__} got a batch's mapping as its input, with the keys "
+            f"{', '.join(map(str, x))}, and takes no {type(x).__name__}. Name the input's key "
+            "by dict_key_x, as in dict_key_x='x'."
+        ) from error
     words = "dtype", "scalar type", "Input type", "must have the type", "not implemented for"
     parameters = {p.dtype for p in model.parameters() if p.is_floating_point()}
     tensors = [t for x in arguments for t in (x.values() if isinstance(x, Mapping) else [x])]
@@ -182,14 +223,7 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
     Raises:
         ValueError: the model fails to compute it.
     """
-
-    def trial() -> Any:
-        args, kwargs = arguments(model, copied(x))
-        if args and isinstance(args[0], Mapping):
-            return _called(model, {}, ({**args[0], "labels": y.clone()},), kwargs)
-        return _called(model, {}, args, {**kwargs, "labels": y.clone()})
-
-    output = try_twice(trial)
+    output = try_twice(lambda: call_with(model, {}, x, y))
     if isinstance(output, Exception):
         if argument_names(model)[1]:
             return None  # a wrapper, of a model that takes no labels
@@ -203,51 +237,6 @@ def own_loss(model: nn.Module, x: Any, y: Tensor) -> tuple[Tensor, Tensor] | Non
     if not isinstance(f, Tensor) or not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
     return f, loss
-
-
-def _called(
-    model: nn.Module,
-    parameters: dict[str, Tensor],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> Any:
-    """The model's own output object. It may change the arguments in place: give it copies."""
-    values: dict[int, Tensor] = {}  # of a parameter's id: what takes its place
-    state: dict[str, Tensor] = {}
-    whole = whole_parameters(model)  # empty unless the model is sharded
-    # All parameters are given anew, so that nothing is written into the model, and under each of
-    # their names. functional_call's own tie_weights visits a module with two names twice and leaves
-    # it without its parameters afterwards (pytorch issue 164759).
-    for prefix, module in model.named_modules():
-        for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            p = whole.get(name, p)
-            state[name] = values.setdefault(id(p), parameters.get(name, p.detach()))
-        # Buffers that may change, such as running statistics, are copies.
-        if module.training:
-            buffers = module.named_buffers(prefix, recurse=False)
-            state |= {name: buffer.clone() for name, buffer in buffers}
-    # PyTorch's fused inference path would run a transformer's layers without hooks.
-    mha = torch.backends.mha
-    is_fused = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    try:
-        with uncompiled():
-            if whole:
-                with substituted(model, state):
-                    return model(*args, **kwargs)
-            return torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        check_dtypes(model, (*args, kwargs), error)
-        x = args[0] if args else None
-        if isinstance(x, Mapping) and type(x).__name__ in str(error):
-            raise TypeError(
-                f"{type(model).__name__} got a batch's mapping as its input, with the keys "
-                f"{', '.join(map(str, x))}, and takes no {type(x).__name__}. Name the input's key "
-                "by dict_key_x, as in dict_key_x='x'."
-            ) from error
-        raise
-    finally:
-        mha.set_fastpath_enabled(is_fused)
 
 
 def logits_of(output: Any) -> Any:
@@ -312,28 +301,18 @@ OTHER_TOLERANCE = 0.1
 """The same for all other dtypes, in half precision or coarser."""
 
 
+@dataclass(eq=False)
 class DtypesInUse(TorchFunctionMode):
-    """A context that records the dtypes of all results, since a layer may cast inside."""
+    """A context that notes the coarsest dtype of all results, since a layer may cast inside."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
+    tolerance: float = 0.0
+    """The tolerance of that dtype."""
 
-    @property
-    def tolerance(self) -> float:
-        """The tolerance of the coarsest dtype so far."""
-        return max((TOLERANCES.get(d, OTHER_TOLERANCE) for d in self.dtypes), default=0.0)
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if isinstance(output, Tensor) and output.is_floating_point():
-            self.dtypes.add(output.dtype)
+            of_output = TOLERANCES.get(output.dtype, OTHER_TOLERANCE)
+            self.tolerance = max(self.tolerance, of_output)
         return output
 
 
@@ -382,7 +361,9 @@ def try_batch(model: nn.Module, x: Any, N: int | None) -> BatchTrial:
     on_cpu = next(model.parameters()).device.type == "cpu"
 
     def trial() -> BatchTrial:
-        ends = first_and_last(x, N)
+        # In a sorted batch these differ most. Of a user's objects only slices are known.
+        is_known = isinstance(x, Tensor | Mapping)
+        ends = examples(x, slice(None, None, max(N - 1, 1)) if is_known else slice(2))
         # Dropout that is on must not use up the user's random numbers.
         with torch.no_grad(), forked_random_numbers(model):
             # Each alone, and both together: where the outputs are the same, a few examples may run

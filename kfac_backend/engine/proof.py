@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples, num_examples
-from kfac_backend.engine.candidates import Search, mixed_message, raise_mixed, with_first_again
+from kfac_backend.engine.candidates import Search, mixed_message, raise_mixed
+from kfac_backend.engine.capture import Runs
 from kfac_backend.engine.comparison import Comparison, compare
 from kfac_backend.engine.model_calls import (
     BatchTrial,
@@ -32,10 +33,6 @@ from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, Tracked
 from kfac_backend.engine.task import check_inputs
 from kfac_backend.layers.rows import counted_positions
 from kfac_backend.sharding import reshard
-
-MOST_EXAMPLES = 8
-"""The most distinct examples that a proof runs on, unless a batch cannot be split. Mixing shows
-only among examples that are there."""
 
 
 class Proof:
@@ -100,107 +97,111 @@ class Proof:
         """
         if num_examples(x) != N:
             N = None  # what belongs to which example is not known
-        if self._structure is not None:
-            if self._holds_again(x, N, counted):
-                return
+        assignment, stage = self.assignment, self._num_examples
+        comparison = None if self._structure is None else self._again(x, N, counted)
+        if comparison is None:
             self._structure = None
-        stage = self._num_examples
-        if not stage:
-            self.assignment = self._initial
-        if N is not None:
-            self.batch = try_batch(self._model, x, N)
-            x, N, counted = self._few(x, N, counted)
-        search = Search(self._model, self.batch.can_split, x, N, counted)
-        try:
-            with forked_random_numbers(self._model):
-                while True:  # ends, as each refusal takes parameters away or raises
-                    try:
-                        # After a batch of one example sums have begun with its layers.
-                        run = search.again if stage else search.run
-                        assignment, comparison = run(self.assignment)
-                        break
-                    except Refusal as refusal:
-                        self._give_up(refusal)
-        except NotImplementedError:
-            check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
-            raise
+            if not stage:
+                self.assignment = self._initial
+            if N is not None:
+                self.batch = try_batch(self._model, x, N)
+            search = Search(self._model, self.batch.can_split, x, N, counted)
+            # After a batch of one example sums have begun with its layers.
+            run = search.again if stage else search.run
+            try:
+                with forked_random_numbers(self._model):
+                    while comparison is None:  # each refusal takes parameters away or raises
+                        try:
+                            assignment, comparison = run(self.assignment)
+                        except Refusal as refusal:
+                            self._give_up(refusal)
+            except NotImplementedError:
+                check_inputs(x)  # NaN spreads to all rows, which looks as if examples mixed
+                raise
         # Only now, so that a check that raises leaves the assignment as it was.
-        self._accept(assignment, comparison, 1 if N == 1 else 2)
-
-    def _accept(self, assignment: RuleAssignment, comparison: Comparison, number: int) -> None:
         self.assignment, self.output_dim = assignment, comparison.output_dim
-        if not comparison.is_finite:
-            return
-        self._num_examples = number
-        self.masked, self.rows = comparison.runs.masked, comparison.runs.rows
-        if number > 1:
-            self._structure = _structure(self._model)
+        if comparison.is_finite:
+            self._num_examples = 1 if N == 1 else 2
+            self.masked, self.rows = comparison.runs.masked, comparison.runs.rows
+            self._structure = None if N == 1 else _structure(self._model)
 
-    def _few(self, x: Any, N: int, counted: Tensor | None) -> tuple[Any, int, Tensor | None]:
-        """Some examples, spread evenly over the batch, if it can be split."""
-        if not self.batch.can_split or N <= MOST_EXAMPLES:
-            return x, N, counted
-        device = next(self._model.parameters()).device
-        index = torch.linspace(0, N - 1, MOST_EXAMPLES, dtype=torch.float64).long().to(device)
-        return examples(x, index), MOST_EXAMPLES, None if counted is None else counted[index]
-
-    def _holds_again(self, x: Any, N: int | None, counted: Tensor | None) -> bool:
-        """Check the same assignment on two examples; False if it does not agree.
+    def _again(self, x: Any, N: int | None, counted: Tensor | None) -> Comparison | None:
+        """Check the same assignment on two examples; None if it does not agree.
 
         Other numbers may have opened a gate, behind which examples mix or a parameter is used.
         """
         if not self.batch.can_split or N is None or N < 2 or not isinstance(x, Tensor | dict):
-            return False
-        x, numbers = with_first_again(examples(x, slice(2)), 2)
-        counted = (
-            None if counted is None or numbers is None else counted[numbers.to(counted.device)]
-        )
+            return None
+        counted = None if counted is None else counted[:2]
+        search = Search(self._model, True, examples(x, slice(2)), 2, counted)
 
         def trial() -> Comparison:
             with forked_random_numbers(self._model):
-                return compare(self._model, self.assignment, x, counted)
+                return search.check(self.assignment)
 
         again = try_twice(trial)
+        if isinstance(again, NotImplementedError):
+            return None
         if isinstance(again, Exception):
-            if isinstance(again, NotImplementedError):
-                return False
             raise again
-        holds = again.agrees and again.is_finite and not again.has_constants
-        if holds:
-            self._accept(self.assignment, again, 2)
-        return holds
+        return again if again.is_finite and again.agrees else None
 
-    def make_for_rows(
-        self, rows: set[tuple[TrackedLayer, int]], x: Any, N: int, counted: Tensor | None
+    def make_for_runs(
+        self, runs: Runs, x: Any, mask: Tensor | None, counted: Tensor | None
     ) -> None:
+        """Prove what a batch's runs show and earlier ones did not, if there is anything.
+
+        Args:
+            runs: the layers' runs on the batch.
+            x: the batch.
+            mask: which positions count (N, R); None if all do.
+            counted: the loss terms (N, ...) that count; None is all.
+        """
+        for _ in range(2):  # on a few examples, and if these do not show all, on the whole batch
+            if self.needs_mask(runs.masked, mask):
+                self.make_for_masks(x, mask, counted)
+        if not runs.rows <= self.rows:
+            self._make_for_rows(x, counted)
+            self.rows |= runs.rows
+
+    def _make_for_rows(self, x: Any, counted: Tensor | None) -> None:
         """Prove that examples' rows follow one another where they are more or fewer than before.
 
         Of sequences that a mask has packed, a first batch of equal lengths looks as if each example
         had as many rows as the others in all batches.
         """
-        x, N, counted = self._few(x, N, counted)
-        search = Search(self._model, self.batch.can_split, x, N, counted)
+        N = num_examples(x)
+        assert N is not None  # which rows that follow one another were divided by
         with forked_random_numbers(self._model):
+            search = Search(self._model, self.batch.can_split, x, N, counted)
             comparison = search.check(self.assignment)
-        for tracked in comparison.mixed or comparison.runs.not_divisible:
+        for tracked in comparison.mixed:
             raise NotImplementedError(
                 f"{mixed_message(tracked)} In earlier batches each example had as many rows as the "
                 "others. Say which example each row belongs to (examples_of_rows)."
             )
-        self.rows |= rows
+
+    def needs_mask(self, masked: set[TrackedLayer], mask: Tensor | None) -> bool:
+        """Whether `make_for_masks` is missing for a batch that hides rows of these layers."""
+        return bool(masked - self.masked or (mask is not None and not self.holds_for_masks))
 
     def make_for_masks(self, x: Any, mask: Tensor | None, counted: Tensor | None) -> None:
         """Prove that the positions which a mask hides reach no output that counts.
 
-        The mask is given, or the model has one of its own.
-
-        Then their gradients are zero and add nothing to B, so that it is enough to leave their
-        inputs out of A. One batch whose mask hides any is enough, for the layers that the mask fits
-        there: a model may trim a batch to its longest sequence, so that the mask fits its layers in
-        other batches alone. It comes after `make`, whose layers and runs it takes.
+        The mask is given, or the model has one of its own. Then the hidden positions' gradients are
+        zero and add nothing to B, so that it is enough to leave their inputs out of A. The first
+        time two examples are enough. A model may trim a batch to its longest sequence, so that the
+        mask fits its layers in other batches alone: later ones run whole. It comes after `make`,
+        whose layers and runs it takes.
 
         ``counted`` marks the loss terms (N, ...) that count; None is all.
         """
+        if mask is not None and not self.holds_for_masks and num_examples(x) == len(mask):
+            # The first example that it hides a position of, and another one.
+            hiding = torch.argmin(mask.all(1).int())
+            index = torch.stack([hiding, (hiding + 1) % len(mask)])[: len(mask)]
+            x, mask = examples(x, index), mask[index]
+            counted = None if counted is None else counted[index]
         with counted_positions(mask):
             comparison = compare(self._model, self.assignment, x, counted)
         runs = comparison.runs

@@ -182,6 +182,14 @@ class Refusal(NotImplementedError):
         super().__init__(next(iter(self.errors.values()), ""))
 
 
+class UnexpectedRun(TypeError):
+    """A layer's input or output is not that of its class."""
+
+    def __init__(self, tracked: TrackedLayer, message: str) -> None:
+        super().__init__(message)
+        self.tracked = tracked
+
+
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise an error for parameters without a shape, complex ones and 0-dimensional ones."""
     for name, p in parameters.items():

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from kfac_backend.engine.batches import detached, examples, splits_by_example
+from kfac_backend.engine.candidates import MOST_EXAMPLES
 from kfac_backend.engine.capture import Capture
-from kfac_backend.engine.proof import MOST_EXAMPLES, Proof
+from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import TrackedLayer
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import counted_terms
@@ -101,11 +102,10 @@ class ShardedPass:
         """
         driver, proof = self._driver, self._driver.proof
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
-        mask = None if proof.holds_for_masks else mask
         knows_all = (
             proof.is_made(N) and driver.task.shifts is not None and driver.kfac_approx != "auto"
         )
-        misses = y is not None and (mask is not None or not knows_all)
+        misses = y is not None and not knows_all
         if not self.any(misses):
             return
         self._common = None
@@ -141,7 +141,7 @@ class ShardedPass:
     def prove_masked(self, masked: set[TrackedLayer], x: Any, y: Any, mask: Tensor | None) -> None:
         """Prove that masks do no harm in layers some of whose rows they hide, unless it is."""
         driver = self._driver
-        is_new = bool(masked - driver.proof.masked)
+        is_new = driver.proof.needs_mask(masked, mask)
         if not self.any(is_new):
             return
         for some, its_y in self.examples_of_ranks((x, y, mask) if is_new else None):

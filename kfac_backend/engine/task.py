@@ -125,7 +125,7 @@ class Task:
                 )
             y = y.masked_fill(y == mark, IGNORED)
         if self.shifts is None and model is not None:
-            self.shifts = self._shifts_inside(model, x, y)
+            self.shifts = takes_labels(model, x) and self._shifts_inside(model, x, y)
         hidden, mask = None, self.mask(x) if isinstance(mask, str) else mask
         if not self.likelihood.has_labels:
             self._check_hidden(y, mask)
@@ -174,7 +174,8 @@ class Task:
     def check(self, f: Any, y: Any) -> None:
         """Raise an error unless targets fit the model's outputs, see `check_targets`."""
         check_targets(f, y, self.likelihood, may_ignore=self.may_ignore)
-        self.check_sizes(f)
+        if self._is_unproved:
+            self.check_sizes(f)
 
     def check_sizes(self, f: Tensor) -> None:
         """Raise a ValueError if a sharded model's outputs may have the classes second; once.
@@ -284,8 +285,6 @@ class Task:
         Raises:
             ValueError: it equals ours with both labels or with neither, or cannot be computed.
         """
-        if not takes_labels(model, x):
-            return False
         are_labels = self.likelihood.has_labels
         may_shift = are_labels and y.dim() > 1
         device = next(model.parameters()).device
@@ -435,55 +434,3 @@ def not_finite(model: nn.Module) -> ValueError:
         "The model's output contains NaN or infinity though its parameters and inputs are "
         "finite; activations overflow. Normalise the inputs, or use float32 or float64."
     )
-
-
-class BatchChecks:
-    """The checks of a pass's inputs, outputs and targets.
-
-    Those of the first part of each form are made at once, before its first backward pass. Those of
-    later parts are made on the device and read when there is time to wait: reading waits for all
-    that the device has to do.
-    """
-
-    def __init__(self, model: nn.Module, task: Task, device: torch.device) -> None:
-        self._model, self._task = model, task
-        # The smallest and largest number of inputs and outputs; NaN spreads to both.
-        self._extremes = torch.zeros(4, dtype=torch.float64, device=device)
-        self._targets: list[tuple[torch.Size, Tensor]] = []
-        self._forms: set[Any] = set()  # shapes and dtypes of which targets were checked
-
-    def check(self, x: Any, f: Tensor, y: Any) -> Tensor:
-        """Check a part of a batch; returns its targets, without labels that stop a GPU."""
-        form = None  # of what is no tensor, which is an error
-        if isinstance(y, Tensor):
-            form = f.shape[1:], y.shape[1:], y.dtype, f.shape[:1] == y.shape[:1]
-        if form not in self._forms:
-            self._task.check(f, y)
-            check_finite(self._model, f, x)
-            self._forms.add(form)
-        else:
-            for i, tensors in ((0, numbers_of(x)), (2, [f.detach()])):
-                for values in tensors:
-                    if values.numel():
-                        smallest, largest = torch.aminmax(values)
-                        torch.minimum(self._extremes[i], smallest, out=self._extremes[i])
-                        torch.maximum(self._extremes[i + 1], largest, out=self._extremes[i + 1])
-            self._targets.append((f.shape, y.clone()))  # a loader may use its memory again
-            if self._task.likelihood.name in ("classification", "noisy_classification"):
-                # A label out of range, which is reported later, must not stop a GPU now.
-                y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
-        self._task.look_at(f)
-        return y
-
-    def read(self) -> None:
-        """Raise the error of an earlier part, if any."""
-        targets, self._targets = self._targets, []
-        if not targets:
-            return
-        of_inputs, of_outputs = self._extremes.view(2, 2).isfinite().all(1).tolist()
-        if not of_inputs:
-            raise ValueError(INPUTS_NOT_FINITE)
-        for shape, y in targets:  # outputs of these shapes, whose values do not count
-            self._task.check(torch.empty(shape, device="meta"), y)
-        if not of_outputs:
-            raise not_finite(self._model)

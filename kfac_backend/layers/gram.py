@@ -294,7 +294,8 @@ class DenseGram(Gram):
     def factor(self) -> Factor:
         """The sum so far: its rows, if all of them still wait and are few."""
         if self._total is not None or self._num_waiting * FEW_ROWS > self.size:
-            return super().factor()
+            total = self.total()
+            return Factor(total if self.groups > 1 else total[0])
         none = self.like.new_empty(self.groups, 0, self.size)
         self._waiting = (torch.cat(self._waiting or (none,), dim=1),)
         rows = self._waiting[0]

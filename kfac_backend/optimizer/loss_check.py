@@ -161,7 +161,14 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> 
         return ""
     if likelihood.name != "classification":
         return ""
-    # Step 3: no cross-entropy at all, or one that weighs the classes.
+    return _why_no_cross_entropy(g, d, y, tolerance)
+
+
+def _why_no_cross_entropy(g: Tensor, d: Tensor, y: Tensor, tolerance: float) -> str:
+    """The same for a gradient g that is no cross-entropy's s d: another loss, or weighted classes.
+
+    d has the gradient's direction for labels y.
+    """
     if g.sum(-1).abs().sum() > 0.1 * g.abs().sum():  # those of a softmax sum to 0
         return (
             "The gradient of the loss is not the gradient of a cross-entropy of logits, but K-FAC "

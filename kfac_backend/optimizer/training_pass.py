@@ -49,7 +49,7 @@ from kfac_backend.engine.rule_assignment import (
     check_batch_norm,
 )
 from kfac_backend.layers.rows import counted_positions
-from kfac_backend.likelihoods import Likelihood
+from kfac_backend.likelihoods import Likelihood, num_counted_terms
 from kfac_backend.optimizer.damped_inverse import diverging
 from kfac_backend.optimizer.loss_check import LossCheck, MeanOver
 from kfac_backend.options import CurvatureOptions
@@ -295,7 +295,7 @@ class TrainingPass:
         runs = forward.capture.runs
         runs.check_number(forward.capture.assignment)
         runs.check_examples(len(f), forward.capture.sink, hides=forward.mask is not None)
-        is_new = bool(runs.masked - self.driver.proof.masked)  # where none was hidden
+        is_new = self.driver.proof.needs_mask(runs.masked, forward.mask)
         if self.driver.sharded:
             is_new = self.driver.sharded.any(is_new)
         if is_new:
@@ -305,7 +305,7 @@ class TrainingPass:
             with self.paused(), preserve_state(self._model), full_float32():
                 self._model.eval()
                 x = detached(forward.x, self.driver.device)
-                self.driver.proof.make_for_rows(runs.rows, x, len(f), None)
+                self.driver.proof.make_for_runs(runs, x, forward.mask, None)
         forward.x = None
         # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
         # gradient has come, or until `_Forward.forget` breaks it.
@@ -338,7 +338,9 @@ class TrainingPass:
             raise diverging("The model's output")
         y = self._loss.targets(f, g, forward.mask)
         forward.is_seen = True
-        driver.state.add(f, y, driver.task.likelihood)
+        driver.state.num_data += len(f)
+        driver.state.num_outputs = f.shape[-1]
+        driver.state.num_loss_terms += num_counted_terms(f, y, driver.task.likelihood)
         if driver.fisher.is_loss_gradient:
             # The backward pass that goes on from here shows the gradients.
             queue_callback(forward.backward_ended)

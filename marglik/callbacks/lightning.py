@@ -63,7 +63,8 @@ class MarginalLikelihood(Callback):
         network: the module's attribute with the network, "net" for ``self.net``; None if the module
             itself returns logits. The dataloader's batches must be (x, y), or mappings.
         held_out: held-out batches, from which "noisy_classification" learns the share of wrong
-            labels; None estimates it from the training labels.
+            labels; None estimates it from the training labels. With
+            ``policy=DecayPolicy.corrected()`` they correct the weight decays of classifiers.
         options: further arguments of `PriorLearner`.
 
     Raises:

@@ -89,7 +89,8 @@ class MarginalLikelihood(TrainerCallback):
             ignore_index=-100, see `TargetOptions` and docs/callbacks.md.
         held_out: held-out batches, from which "noisy_classification" learns the share of wrong
             labels; None estimates it from the training labels. The trainer must compute this
-            likelihood's loss; `attached` sets it to `loss`.
+            likelihood's loss; `attached` sets it to `loss`. With ``policy=DecayPolicy.corrected()``
+            the batches correct the weight decays of classifiers.
         options: further arguments of `PriorLearner`; for language models use
             loss_mean_over="terms".
 

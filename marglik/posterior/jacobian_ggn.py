@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import detached, each_batch, has_no_examples, split_batch
+from kfac_backend.engine.batches import detached, each_batch, num_examples, split_batch
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_parameters
 from kfac_backend.engine.task import Task
@@ -190,7 +190,7 @@ def jacobian_ggn(
     ggn: JacobianGGN | None = None
     for batch in each_batch(data, "Fitting", progress):
         x, y = (detached(part, device) for part in split_batch(batch, options))
-        if ranks.size > 1 and has_no_examples(y):
+        if ranks.size > 1 and num_examples(y) == 0:
             continue
         y = task.targets(model, x, y)
         if ggn is None:

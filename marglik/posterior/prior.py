@@ -408,10 +408,10 @@ def update_prior(
         )
     num_data = int(posterior.n_data)
     fitted = _now(device)
+    pulls = None if pull is None else pull(posterior)  # first, as it may find eigenvalues, too
     terms = posterior.evidence_terms  # with the eigenvalues, which all steps share
     decomposed = _now(device)
     limits = None if largest is None else largest(posterior)
-    pulls = None if pull is None else pull(posterior)
     evidences = hyperparameters.update(terms, steps, T, limits, pulls)
     if settles_noise and hyperparameters.learn_sigma_noise:
         evidences[-1] = hyperparameters.settle_noise(terms, T)

@@ -46,7 +46,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kfac_backend.engine.batches import has_no_examples
+from kfac_backend.engine.batches import num_examples
 from kfac_backend.engine.task import Task
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood, counted_terms
@@ -274,7 +274,7 @@ def collected(
     task = Task(likelihood, options)
 
     def of_batch(x: Any, y: Any) -> tuple[Tensor, ...]:
-        if has_no_examples(y):
+        if num_examples(y) == 0:
             raise ValueError("A held-out batch has no examples. Omit this batch.")
         y = task.targets(model, x, y)
         task.check_axis(model, x, y)
@@ -587,13 +587,53 @@ def _least(
         (gradient,) = torch.autograd.grad(value, v)
         return value.item(), gradient.numpy()
 
-    if not math.isfinite(objective(np.array(start))[0]):
+    function: Callable[[np.ndarray], tuple[float, np.ndarray]] = objective
+    is_softmax = likelihood.name in ("classification", "noisy_classification")
+    if is_softmax and scale == 0 and not has_scale:  # the same, ten times as fast
+        function = objective_of_map(held_out)
+    if not math.isfinite(function(np.array(start))[0]):
         raise FloatingPointError(
             "The held-out NLL is not finite. Check the network's outputs and the held-out targets."
         )
     # scipy's own tolerances stop where two starts, or two roundings, still differ by per cents.
     tolerances = {"ftol": 1e-13, "gtol": 1e-9}
     minimum: Any = minimize(
-        objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=tolerances
+        function, start, jac=True, method="L-BFGS-B", bounds=bounds, options=tolerances
     )
     return float(minimum.fun), minimum.x.tolist()
+
+
+def objective_of_map(held_out: HeldOut) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
+    """NLL and prior of (log τ, coordinate of ε) at s = 0 for softmax outputs, with its gradient."""
+    own_noise = label_noise_of(held_out.likelihood, None)
+    log_least_right = math.log1p(-max(MUCH_NOISE, own_noise))
+    f, y = held_out.f.double().cpu().numpy(), held_out.targets.long().cpu().numpy()
+    f = f - f.max(-1, keepdims=True)
+    rows, (M, C) = np.arange(len(f)), f.shape
+
+    def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
+        log_tau, of_noise = map(float, values)
+        noise = SMALL_NOISE * math.expm1(of_noise) + np.finfo(float).tiny  # as with_label_noise
+        # Step 1: log p of each label at τ, and its derivative in log τ.
+        z = f * math.exp(-log_tau)
+        p = np.exp(z)
+        total = p.sum(-1)
+        log_p = z[rows, y] - np.log(total)
+        slope = (p * z).sum(-1) / total - z[rows, y]
+        # Step 2: log q, q = (1 − ε) p + ε/C, and its derivatives in log τ and ε.
+        log_right = log_p + math.log1p(-noise)
+        log_q = np.logaddexp(log_right, math.log(noise) - math.log(C))
+        in_log_tau = np.exp(log_right - log_q) * slope
+        in_noise = np.exp(np.minimum(-math.log(C) - log_q, 700)) - np.exp(log_p - log_q)
+        # Step 3: the prior, and its derivatives.
+        excess = max(log_least_right - math.log1p(-noise), 0.0)
+        prior = PRIOR_OF_SHARPNESS * log_tau**2 + PRIOR_OF_SCALE + PRIOR_OF_MOST_NOISE * excess**2
+        of_tau = 2 * PRIOR_OF_SHARPNESS * log_tau
+        of_epsilon = 2 * PRIOR_OF_MOST_NOISE * excess / (1 - noise)
+        linear = 0.0 if own_noise else 2 * PRIOR_OF_NOISE
+        value = -log_q.mean() + 0.5 * (prior + linear * of_noise) / M
+        slopes = -in_log_tau.mean() + 0.5 * of_tau / M, -in_noise.mean() + 0.5 * of_epsilon / M
+        per_coordinate = SMALL_NOISE * math.exp(of_noise)
+        return value, np.array([slopes[0], slopes[1] * per_coordinate + 0.5 * linear / M])
+
+    return objective

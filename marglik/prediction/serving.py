@@ -198,8 +198,8 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
     model = deepcopy(laplace.model, {id(layer): _WithVariances(deepcopy(layer), precision)})
     f, variance = laplace.output_distribution(x, "last", variance_only=True)
     refusal = NotImplementedError(
-        f"The outputs of {network} are not those of its last layer '{name}', or some of them, "
-        f"and so their variances have no module to serve. {WAY_OUT}"
+        f"The outputs of {network} are not the outputs of its last layer '{name}', so their "
+        f"variances cannot be exported as a module. {WAY_OUT}"
     )
     args, kwargs = arguments(model, detached(x, f.device))
     try:

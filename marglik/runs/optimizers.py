@@ -11,7 +11,7 @@ from kfac_backend.likelihoods import Likelihood
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from marglik.posterior.prior import parameter_kind
-from marglik.training.schedule import settling_rate
+from marglik.training.schedule import averaging_schedule
 
 OptimizerName = Literal["sgd", "adamw", "kfac"]
 
@@ -75,7 +75,7 @@ def build_optimizer(
         likelihood: likelihood of the loss, for K-FAC.
         curvature: the mode of K-FAC, and the form of the batches' targets.
         seed: seed of the labels that K-FAC draws.
-        settles: whether to use `settling_rate`, for a training that averages its parameters;
+        settles: whether to use `averaging_schedule`, for a training that averages its parameters;
             otherwise the schedule is a cosine.
     """
     scalars, others = [], []
@@ -108,5 +108,5 @@ def build_optimizer(
             seed=seed,
         )
     if settles:
-        return optimizer, settling_rate(optimizer, num_steps)
+        return optimizer, averaging_schedule(optimizer, num_steps)
     return optimizer, CosineAnnealingLR(optimizer, T_max=num_steps, eta_min=SMALLEST_RATE)

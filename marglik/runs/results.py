@@ -10,7 +10,6 @@ from torch import nn
 from marglik.augmentation import LearnedAugmentation
 from marglik.augmentation.learned import START
 from marglik.data.splits import Splits, tensors_in
-from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.evaluation import data_uri
 from marglik.prediction.links import Calibration
@@ -94,12 +93,15 @@ def _in_units(calibration: dict[str, Any], std: float) -> dict[str, Any]:
     return calibration | {"sigma_noise": None if sigma is None else sigma * std}
 
 
-def posterior_results(setup: Setup, laplace: Posterior) -> dict[str, Any]:
-    """Return the fields of `Results` from a posterior: noise, and each tensor's weight decay."""
-    splits = setup.splits
+def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:
+    """The noise and each tensor's weight decay in `Results`, with the factor of held-out labels."""
+    splits, laplace, learner = setup.splits, outcome.laplace, outcome.learner
     gamma = laplace.effective_parameters()
     delta = laplace.prior_precision.expand(laplace.n_layers)
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
+    assert learner is not None
+    factors = learner.state.factors(learner.problem)
+    learned = learned * learner.state.hyperparameters.groups.per_tensor(factors).to(learned)
     relative = laplace.likelihood.parameters.get("noise", 1.0)  # of each output
     std = 1.0 if splits.target_scale is None else splits.target_scale[1]
     sigma = (laplace.sigma_noise.double().cpu() * relative * std).reshape(-1).tolist()

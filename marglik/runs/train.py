@@ -125,7 +125,7 @@ def train(
 
         _, outcome = trainings.train_network(setup, learned, on_record)
         start += time.perf_counter() - ready - outcome.seconds  # in full, though it was resumed
-        of_posterior = posterior_results(setup, outcome.laplace)  # before it sees what is held out
+        of_posterior = posterior_results(setup, outcome)  # before it sees what is held out
         trainings.calibrate(setup, outcome.laplace)
         ensemble = trainings.train_ensemble(setup, outcome, members) if members else None
         _save(setup, folder, outcome, ensemble)

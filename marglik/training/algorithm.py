@@ -193,6 +193,10 @@ def fit(
                 settles_noise=is_last and settles, pull=pull,
             )  # fmt: skip
         record |= plan._asdict() | {"num_data": N}
+        if problem.corrects_decays:
+            measures, decays = state.measures, state.weight_decays(problem)
+            record["weight_decay"] = hyper.groups.summary(decays)
+            record |= {"held_out_rise": measures.rise, "log_factor": measures.log_factor}
         if posterior.factors is not None:
             state.kfac_approx = posterior.factors.options.kfac_approx
         # The last update leaves the ranges as they are, since its posterior must be of them.

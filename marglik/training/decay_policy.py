@@ -46,6 +46,9 @@ NATS_OF_NOISE = 0.5
 """Decrease of the training loss by one effective parameter that fits only noise. With 0.35 the rule
 also took convolutions that fit 80 % wrong labels for a late fit, and one of two seeds lost 0.09
 nats."""
+RAISE_LIMIT = 1.2
+"""Largest logarithm of the factor on the weight decays of all weights in
+`DecayPolicy.corrected`."""
 NEW_NORM = 0.02
 """Weight of a step's norm in the running mean of `clip_gradients`, which then covers about fifty
 steps."""
@@ -83,8 +86,10 @@ class Measures:
     """Whether evidences are estimates, from samples or from random vectors."""
     best_losses: Tensor | None = None
     """The losses of the held-out terms, (M,), at the update of the lowest mean; see `held_out`."""
+    rise: float = 0.0
+    """z: how far the held-out loss lay above its best at the last update, in standard errors."""
     log_factor: float = 0.0
-    """c: the decays of weights are e^c times those of the evidence, see ``raise_limit``."""
+    """c: the decays of groups with weights are e^c times the evidence's, see ``raise_limit``."""
     examples_for_gamma: int = 0
     """How many examples the next sample has at least, see `samples.examples_for_gamma`."""
 
@@ -148,12 +153,15 @@ class DecayPolicy:
             there: z, the mean rise since the best update so far in standard errors, and whether the
             loss falls when all decays rise (`held_out`). Where both say so, and a third of the
             epochs have ended, c rises by 0.5; otherwise it falls by a tenth. The evidence is higher
-            for a network that memorises wrong labels, so that it cannot tell. Off by default: the
-            limit 1.2, of trials outside this package, is not confirmed.
+            for a network that memorises wrong labels, so that it cannot tell. On ten problems both
+            corrections lower the NLL by 0.021 ± 0.007 with 20 % wrong labels. With 40 % and about
+            100 held-out labels single runs lose up to 0.10: once the weights shrink, the evidence
+            raises δ, too (`experiments.weight_decay.held_out_labels`). Off by default.
         lowering: whether, while z ≤ 1, the part of the held-out gradient in log δ that asks for a
             lower decay acts beside the evidence's, as far as ten parts of the held-out data agree.
             Decays that are large because the data determines little keep a network from fitting.
-            Off by default, as ``raise_limit``.
+            It lowers the NLL of a transformer trained by Adam by 0.09, with and without wrong
+            labels, and costs 0.005 on convolutions with structured noise. Off by default.
 
     Raises:
         ValueError: a clip that is not above 1, a limit that is not above 0, or another
@@ -190,7 +198,12 @@ class DecayPolicy:
     @classmethod
     def off(cls) -> Self:
         """Return a policy without rules: only the evidence determines the weight decays."""
-        return cls(None, None, False, None, False, None, None, None)
+        return cls(None, None, False, None, False, None, None, None, None, False)
+
+    @classmethod
+    def corrected(cls) -> Self:
+        """Return a policy with the default rules and both corrections by held-out labels."""
+        return cls(raise_limit=RAISE_LIMIT, lowering=True)
 
     # --- before each step ---
 
@@ -305,12 +318,8 @@ class DecayPolicy:
 
     def limited_decays(self, problem: "Problem", state: "LearnerState") -> list[float]:
         """Return T·δ/N of each tensor, with the limit of invariant weights after an update."""
-        delta = state.hyperparameters.prior_precision
-        decays = precision_to_weight_decay(delta, problem.num_data, problem.options.temperature)
+        decays = state.weight_decays(problem)
         values = state.hyperparameters.groups.per_tensor(decays).tolist()
-        if (c := state.measures.log_factor) > 0:
-            factors = [math.exp(c) if p.dim() > 1 else 1.0 for p in problem.named.values()]
-            values = [decay * factor for decay, factor in zip(values, factors, strict=True)]
         is_known = state.steps_at_update is not None and state.steps[-1] >= OBSERVED_STEPS
         if self.invariant_limit is None or not is_known:
             return values

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kfac_backend.blocks.block import decompose
+from kfac_backend.blocks.block import CorrectedBlock, KroneckerBlock
+from kfac_backend.blocks.eigen import eigendecompositions
 from kfac_backend.engine.batches import (
     arguments,
     examples,
@@ -31,7 +32,9 @@ from kfac_backend.engine.batches import (
 )
 from kfac_backend.engine.model_calls import logits_of
 from kfac_backend.engine.task import Task
+from kfac_backend.layers.gram import Factor
 from kfac_backend.likelihoods import counted_terms, with_label_noise
+from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, fit_sharpness
@@ -62,8 +65,10 @@ class HeldOutLook:
 
     losses: Tensor
     """−log((1 − ε) p_τ(y) + ε/C) of each held-out term (nats), (M,), with τ and ε fitted there."""
+    rise: float
+    """z, see `rise`."""
     gradients: list[list[Tensor]]
-    """∇V of each part of the data, one tensor for each trainable parameter."""
+    """∇V of each part of the data, one tensor for each trainable parameter; empty if not needed."""
     parameters: list[Tensor]
     """θ̄ of each trainable parameter."""
 
@@ -78,38 +83,137 @@ def response(spectrum: Tensor, time: float) -> Tensor:
 
 def displacements(
     posterior: Posterior, parameters: list[Tensor], times: list[float]
-) -> list[Tensor]:
-    """f(H/(σ²T) + P₀) δ_g θ_g of each tensor, by which it shrinks per unit of log δ_g.
+) -> list[Tensor | None]:
+    """f(H/(σ²T) + P₀) δ_g θ_g of each tensor, by which it shrinks per unit of log δ_g; collective.
+
+    With several ranks each computes those of some tensors; None stands for the others.
 
     Args:
         posterior: fitted, with Kronecker factors; gives H, δ, σ and T.
         parameters: θ of each trainable tensor, in the posterior's order.
         times: h of each tensor; ∞ for a minimum.
     """
-    factors = posterior.fitted_factors()
-    device = parameters[0].device
-    eigen = decompose(factors.blocks.values(), posterior.ranks, device)
+    ranks, blocks = posterior.ranks, [*posterior.fitted_factors().blocks.values()]
+    holders = ranks.holders([not block.is_meta for block in blocks])
+    owners = ranks.owners([block.cost for block in blocks], holders)
+    bases = _bases([b for b, owner in zip(blocks, owners, strict=True) if owner == ranks.rank])
     scale = 1 / (posterior.sigma_noise.double().square() * posterior.temperature).item()
     deltas = posterior.precision_per_block(posterior.prior_precision).tolist()
-    moved = []
-    for block, of_block, theta, delta, time in zip(
-        factors.blocks.values(), eigen, parameters, deltas, times, strict=True
+    moved: list[Tensor | None] = []
+    for block, owner, theta, delta, time in zip(
+        blocks, owners, parameters, deltas, times, strict=True
     ):
+        if owner != ranks.rank:
+            moved.append(None)
+            continue
         pull = delta * theta.detach().double().flatten()
         pull[slice(*block.constants)] = 0.0  # constants have no prior
-        own = of_block.to(dtype=torch.float64)
-        values = response(scale * own.spectrum() + delta, time)
-        moved.append(own.power_matvec(pull, values, 1.0).view(theta.shape))
+        of_B, of_A = bases[block.name]
+        spectrum = (
+            of_B.values[..., None]
+            if of_A is None
+            else (of_B.values[..., :, None] * of_A.values[..., None, :])
+        )
+        if isinstance(block, CorrectedBlock):
+            spectrum = block.factor_eigenvalues()[0].view_as(spectrum)
+        # Directions outside of the bases have the eigenvalue δ alone.
+        at_zero = response(torch.tensor(delta, dtype=torch.float64), time).item()
+        values = response(scale * spectrum + delta, time) - at_zero
+        V = pull.view(*of_B.shape, -1)  # (..., d_out, d_in)
+        V = of_B.coordinates(V.mT).mT  # Q_Bᵀ V, with rows multiplied from the right
+        V = (V if of_A is None else of_A.coordinates(V)) * values
+        V = V if of_A is None else of_A.combined(V)
+        moved.append((at_zero * pull + of_B.combined(V.mT).mT.reshape(-1)).view(theta.shape))
     return moved
 
 
-def gradients_in_log_decays(look: HeldOutLook, moved: list[Tensor]) -> Tensor:
-    """dV/d log δ of each tensor, by each part of the held-out data: (parts, tensors), float64."""
+@dataclass(frozen=True)
+class Basis:
+    """Eigenvectors Q of a factor, in float64; of M rows x those of nonzero eigenvalues, Q = xᵀ W.
+
+    W has the eigenvectors of the rows' inner products, divided by the roots of their eigenvalues.
+    """
+
+    values: Tensor
+    """(..., d), or (..., M)."""
+    vectors: Tensor
+    """Q (..., d, d), or W (..., M, M)."""
+    rows: Tensor | None
+    """x, (..., M, d); None for Q itself."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """(..., d)."""
+        return torch.Size(
+            (*self.values.shape[:-1], (self.vectors if self.rows is None else self.rows).shape[-1])
+        )
+
+    def coordinates(self, V: Tensor) -> Tensor:
+        """V Q of V (..., d)."""
+        return V @ self.vectors if self.rows is None else (V @ self.rows.mT) @ self.vectors
+
+    def combined(self, V: Tensor) -> Tensor:
+        """V Qᵀ of coordinates."""
+        V = V @ self.vectors.mT
+        return V if self.rows is None else V @ self.rows
+
+
+def _bases(blocks: list[KroneckerBlock]) -> dict[str, tuple[Basis, Basis | None]]:
+    """The eigenvectors of B and of A of each block, by its name."""
+    plain = [block for block in blocks if not isinstance(block, CorrectedBlock)]
+    factors = {id(F): (F, name) for block in plain for F, name in block.named_factors()}
+    rows = {key: None if F.rows is None else F.rows.double() for key, (F, _) in factors.items()}
+    solved = eigendecompositions(
+        [
+            (F if (x := rows[key]) is None else Factor(x @ x.mT), name)
+            for key, (F, name) in factors.items()
+        ],
+        vectors=True,
+    )
+    bases: dict[int, Basis] = {}
+    for (key, x), (values, vectors, clipped) in zip(rows.items(), solved, strict=True):
+        values, vectors = values.double(), vectors.double()
+        if x is not None:
+            F, _ = factors[key]  # which knows its eigenvalues now, for the evidence
+            zeros = values.new_zeros(*values.shape[:-1], F.shape[-1] - values.shape[-1])
+            F.eigenvalues = torch.cat([zeros, values], -1), clipped
+            least = values[..., -1:] * torch.finfo(values.dtype).eps * values.shape[-1]
+            vectors = vectors * values.rsqrt().where(values > least, 0.0)[..., None, :]
+        bases[key] = Basis(values, vectors, x)
+    result: dict[str, tuple[Basis, Basis | None]] = {}
+    for block in blocks:
+        if isinstance(block, CorrectedBlock):
+            own = block.eigen.to(dtype=torch.float64)
+            pairs = (own.beta, own.Q_B), (own.alpha, own.Q_A)
+            of_B, of_A = (None if Q is None or v is None else Basis(v, Q, None) for v, Q in pairs)
+        else:
+            of_B, of_A = (bases.get(id(block.factors.get(letter))) for letter in "BA")
+        assert of_B is not None
+        result[block.name] = of_B, of_A
+    return result
+
+
+def gradients_in_log_decays(
+    look: HeldOutLook,
+    moved: list[Tensor | None],
+    ranks: Ranks = Ranks(None),  # noqa: B008
+) -> Tensor:
+    """dV/d log δ of each tensor, by each part of the held-out data: (parts, tensors), float64.
+
+    Collective: each tensor's is computed where ``moved`` has it.
+    """
     rows = [
-        [-(g.double() * u).sum() for g, u in zip(of_part, moved, strict=True)]
+        torch.stack([
+            look.parameters[0].new_zeros((), dtype=torch.float64)
+            if u is None
+            else -(g.double() * u).sum()
+            for g, u in zip(of_part, moved, strict=True)
+        ])
         for of_part in look.gradients
-    ]
-    return torch.stack([torch.stack(row) for row in rows]).cpu()
+    ]  # fmt: skip
+    by_part = torch.stack(rows)
+    ranks.sum_([by_part])
+    return by_part.cpu()
 
 
 def times_left(problem: "Problem", state: "LearnerState") -> list[float]:
@@ -152,12 +256,16 @@ def look_at_held_out(problem: "Problem", state: "LearnerState") -> HeldOutLook:
         fit = fit_sharpness(HeldOut(likelihood, f, spread, y, is_sampled=True), scale=0.0)
         temperature, noise = ranks.gather((fit.output_temperature, fit.label_noise))[0]
         losses = _losses(f.double(), y, temperature, noise)
+        z = ranks.gather(rise_of(state.measures.best_losses, losses))[0]
+        if not needs_gradient(problem, state, z):
+            return HeldOutLook(losses, z, [], [])
         sums = [[torch.zeros_like(p) for p in parameters] for _ in range(NUM_PARTS)]
         counts = torch.zeros(NUM_PARTS, dtype=torch.float64)
-        for part, x, labels in _parts(problem, state, batches):
-            with eval_mode(model), torch.enable_grad():
-                # A copy, since a model may change its input in place.
-                args, kwargs = arguments(model, deepcopy(to_device(x, device)))
+        with eval_mode(model), torch.enable_grad():
+            for part, x, labels in _parts(problem, state, batches):
+                x = to_device(x, device)  # a copy, since a model may change its input in place
+                x = x.clone() if isinstance(x, Tensor) else deepcopy(x)
+                args, kwargs = arguments(model, x)
                 outputs = logits_of(model(*args, **kwargs))
                 counted = counted_terms(labels, likelihood)
                 outputs, labels = outputs.flatten(0, -2), labels.flatten().to(outputs.device)
@@ -166,10 +274,10 @@ def look_at_held_out(problem: "Problem", state: "LearnerState") -> HeldOutLook:
                     outputs, labels = outputs[is_counted], labels[is_counted]
                 value = _losses(outputs, labels, temperature, noise).sum()
                 gradients = torch.autograd.grad(value, parameters, allow_unused=True)
-            counts[part] += len(labels)
-            for total, gradient in zip(sums[part], gradients, strict=True):
-                if gradient is not None:
-                    total += gradient
+                counts[part] += len(labels)
+                for total, gradient in zip(sums[part], gradients, strict=True):
+                    if gradient is not None:
+                        total += gradient
         for of_part in sums:
             ranks.sum_(of_part)
         counts = torch.stack(ranks.gather(counts)).sum(0)
@@ -178,7 +286,7 @@ def look_at_held_out(problem: "Problem", state: "LearnerState") -> HeldOutLook:
             for of_part, number in zip(sums, counts.tolist(), strict=True)
             if number
         ]
-        return HeldOutLook(losses, means, [p.detach().clone() for p in parameters])
+        return HeldOutLook(losses, z, means, [p.detach().clone() for p in parameters])
 
 
 def _losses(f: Tensor, y: Tensor, temperature: float, noise: float) -> Tensor:
@@ -213,6 +321,23 @@ def _parts(
 # --- the rule ---
 
 
+def rise_of(best: Tensor | None, losses: Tensor) -> float:
+    """z, the mean of losses minus those of the best update so far, over its standard error."""
+    if best is None or best.shape != losses.shape:
+        return 0.0
+    difference = losses - best
+    error = difference.std().item() / math.sqrt(len(losses))
+    return difference.mean().item() / max(error, 1e-12)
+
+
+def needs_gradient(problem: "Problem", state: "LearnerState", z: float) -> bool:
+    """Whether the gate, or else the lowering, asks in which direction the held-out loss falls."""
+    policy = problem.options.policy
+    if z > OPEN:
+        return policy.raise_limit is not None and not _is_early(problem, state)
+    return policy.lowering
+
+
 def correct(
     problem: "Problem", state: "LearnerState", look: HeldOutLook, posterior: Posterior
 ) -> Tensor | None:
@@ -220,46 +345,33 @@ def correct(
 
     The pull is added to the gradient of −log evidence (nats).
     """
-    policy, measures, hyper = problem.options.policy, state.measures, state.hyperparameters
-    with torch.no_grad():
-        posterior.prior_precision = hyper.groups.per_tensor(hyper.prior_precision)
-        moved = displacements(posterior, look.parameters, times_left(problem, state))
-        by_part = gradients_in_log_decays(look, moved)
-    is_weight = torch.tensor([p.dim() > 1 for p in problem.named.values()])
-    of_all = by_part[:, is_weight].sum().item()
-    z = move_gate(
-        measures,
-        look.losses,
-        rising_helps=of_all < 0,
-        is_early=_is_early(problem, state),
-        limit=policy.raise_limit,
-    )
-    if z > OPEN or not policy.lowering:
+    measures, hyper = state.measures, state.hyperparameters
+    by_part = torch.zeros(0, len(problem.named), dtype=torch.float64)
+    if look.gradients:
+        with torch.no_grad():
+            posterior.prior_precision = hyper.groups.per_tensor(hyper.prior_precision)
+            moved = displacements(posterior, look.parameters, times_left(problem, state))
+            by_part = gradients_in_log_decays(look, moved, problem.ranks)
+    is_raised = hyper.groups.per_tensor(state.holds_weights(problem))
+    rising_helps = by_part[:, is_raised].sum().item() < 0
+    move_gate(measures, look, rising_helps=rising_helps, limit=problem.options.policy.raise_limit)
+    if look.rise > OPEN or not look.gradients:
         return None
     in_groups = torch.stack([hyper.groups.sum_over_tensors(row) for row in by_part])
     return LOWERING * problem.num_data * shrunk(in_groups).clamp(min=0)
 
 
 def move_gate(
-    measures: "Measures", losses: Tensor, *, rising_helps: bool, is_early: bool, limit: float | None
-) -> float:
-    """Raise or lower the common factor; returns z.
-
-    z is the mean difference of the losses and those of the best update so far, in its standard
-    errors.
-    """
-    best, z = measures.best_losses, 0.0
-    if best is not None and best.shape == losses.shape:
-        difference = losses - best
-        error = difference.std().item() / math.sqrt(len(losses))
-        z = difference.mean().item() / max(error, 1e-12)
+    measures: "Measures", look: HeldOutLook, *, rising_helps: bool, limit: float | None
+) -> None:
+    """Raise the common factor if the held-out loss has risen and a raise helps; else lower it."""
+    losses, best, measures.rise = look.losses, measures.best_losses, look.rise
     if best is None or best.shape != losses.shape or losses.mean() < best.mean():
         measures.best_losses = losses
-    if limit is not None and z > OPEN and rising_helps and not is_early:
+    if limit is not None and look.rise > OPEN and rising_helps:
         measures.log_factor = min(limit, measures.log_factor + RISE)
     else:
         measures.log_factor *= DECLINE
-    return z
 
 
 def shrunk(of_parts: Tensor) -> Tensor:

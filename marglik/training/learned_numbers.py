@@ -66,7 +66,7 @@ def check_learned_numbers(problem: Problem, state: LearnerState, batch: Any) -> 
     """
     if problem.learned_by_evidence or state.ranges is not None:
         _check_derivatives(problem, state, batch)
-    if not problem.learns_label_noise:
+    if not problem.learns_label_noise and not problem.corrects_decays:
         return
     with extra("statistics"):
         import scipy.optimize  # noqa: F401  # here, since it takes long to import

@@ -19,7 +19,7 @@ from kfac_backend.ranks import Ranks
 from marglik.augmentation.ranges import ranges_of
 from marglik.loaders import Loader, steps_in_epoch
 from marglik.posterior.posterior import Posterior
-from marglik.posterior.prior import Hyperparameters, PriorGroups, precision_to_weight_decay
+from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.training import algorithm
 from marglik.training.average import averaged
 from marglik.training.decay_policy import DecayPolicy
@@ -38,7 +38,7 @@ class PriorLearner:
     A training loop calls `start` before it begins and `finish` after it ends. Hooks on the
     optimiser add the prior's gradient before each step, after the loop's own clipping. They update
     the prior after the last step of an epoch. If the learning rate decays to zero, the network
-    cannot follow changes of the weight decays; use a constant rate or `settling_rate`.
+    cannot follow changes of the weight decays; use a constant rate or `averaging_schedule`.
 
     Args:
         likelihood: likelihood of the loss: "classification", "regression", "bernoulli", or another
@@ -277,9 +277,11 @@ class PriorLearner:
         return self.state.evidences
 
     def weight_decays(self) -> Tensor:
-        """The current weight decay T·δ/N of each group, (groups,)."""
-        delta = self.state.hyperparameters.prior_precision
-        return precision_to_weight_decay(delta, self.problem.num_data, self.options.temperature)
+        """The current weight decay of each group, (groups,).
+
+        It is T·δ/N, times the factor e^c by which held-out labels raise it, see `DecayPolicy`.
+        """
+        return self.state.weight_decays(self.problem)
 
     def latest_numbers(self) -> dict[str, float]:
         """Numbers to log if an update followed the latest step; otherwise empty."""

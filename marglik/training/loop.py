@@ -134,7 +134,7 @@ class OnlineTraining:
         learner: the learner of the weight decays, with likelihood and targets; not started, with
             the number of epochs in its schedule.
         scheduler: the optimiser's learning-rate schedule, stepped after every batch; see
-            `marglik.settling_rate`. None keeps the rate constant.
+            `marglik.averaging_schedule`. None keeps the rate constant.
         curvature_loader: data of the curvature pass; None uses the training loader.
         held_out: held-out batches, from which the share of wrong labels is learned, see
             `PriorLearner.start`.

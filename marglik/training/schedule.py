@@ -111,8 +111,8 @@ class Schedule:
         return self.average is not None and self.keep == "last"
 
 
-def settling_rate(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
-    """The learning rate of the three phases: constant for half of the steps, then 0.6 of it.
+def averaging_schedule(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
+    """Learning-rate schedule for averaged parameters: constant for half the steps, then 0.6 of it.
 
     The rate stays high enough for the parameters to follow each update; the average takes the
     noise out at the end, which a decay of the rate would do otherwise.

@@ -41,6 +41,7 @@ from marglik.posterior.prior import (
     PriorGroups,
     PriorStructure,
     UpdateMethod,
+    precision_to_weight_decay,
     weight_decay_to_precision,
 )
 from marglik.training.average import WeightAverage, batch_norms
@@ -355,11 +356,11 @@ class Problem:
         elif is_sharded(self.model):
             lacks = "whole parameters, not a model under fully_shard"
         elif self.held_out is None:
-            lacks = "held-out batches: pass held_out to start"
+            lacks = "held-out batches: pass held_out, or hold out a share of the data"
         if self.corrects_decays and lacks:
             raise ValueError(
-                f"raise_limit and lowering need {lacks}. Omit both to learn the weight decays only "
-                "from the evidence."
+                "The correction of weight decays (raise_limit, lowering, correct_decays) needs "
+                f"{lacks}. Omit it to learn the weight decays only from the evidence."
             )
 
     def look_at_data(
@@ -554,6 +555,21 @@ class LearnerState:
         is_current = posterior is not None and torch.equal(vector, posterior.mean)
         # Of sharded parameters each rank compares its own.
         return not problem.ranks.any(not is_current, vector.device)
+
+    def weight_decays(self, problem: Problem) -> Tensor:
+        """T·δ/N of each group, (G,), times its factor."""
+        delta, T = self.hyperparameters.prior_precision, problem.options.temperature
+        return precision_to_weight_decay(delta, problem.num_data, T) * self.factors(problem)
+
+    def factors(self, problem: Problem) -> Tensor:
+        """e^c of groups that hold a weight, 1 of others, (G,); see `DecayPolicy.raise_limit`."""
+        factor = torch.tensor(math.exp(self.measures.log_factor), dtype=torch.float64)
+        return factor.where(self.holds_weights(problem), 1.0)
+
+    def holds_weights(self, problem: Problem) -> Tensor:
+        """Whether a group has a tensor of two axes or more, (G,)."""
+        is_weight = torch.tensor([p.dim() > 1 for p in problem.named.values()])
+        return self.hyperparameters.groups.sum_over_tensors(is_weight.long()) > 0
 
     def set_decays(self, problem: Problem) -> None:
         """Compute the weight decays of the steps, once per update, and store them for `replay`."""

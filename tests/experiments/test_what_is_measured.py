@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 
 from experiments.data.uci import UCI
@@ -17,6 +19,7 @@ from experiments.optimizers.steps_to_target import best_candidate, settled_at
 from experiments.predictions.out_of_distribution import Row, predict_rows
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import regression as uci
+from experiments.weight_decay import any_loop
 from marglik.cli import main as marglik
 from marglik.models import MLP
 from marglik.posterior.posterior import Posterior
@@ -152,3 +155,16 @@ def test_full_size_is_the_papers(capsys, tmp_path, monkeypatch):
     assert fixed["data"]["init_args"]["name"] == "CIFAR-10 (JPEG)"
     assert (fixed["prior"]["method"], fixed["curvature"]["kfac_approx"]) == ("fixed", "reduce")
     assert (fixed["augmentation"], fixed["data"]["init_args"]["max_train"]) == ("none", 4000)
+
+
+def test_an_average_that_was_evaluated_stays_as_it_was():
+    """Torch's `vector_to_parameters` makes the parameters views of the vector."""
+    model = nn.Linear(3, 2)
+    before = parameters_to_vector(model.parameters()).detach().clone()
+    average = torch.arange(8.0)
+    with any_loop.parameters(model, average):
+        assert torch.equal(parameters_to_vector(model.parameters()), average)
+    assert torch.equal(parameters_to_vector(model.parameters()), before)
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert torch.equal(average, torch.arange(8.0))

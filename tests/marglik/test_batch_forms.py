@@ -89,7 +89,7 @@ def of_posterior(model, batches, options):
     posterior = Posterior(model, "classification", **options)
     posterior.fit(batches)
     predict = laplace_predictive(posterior)
-    fit = calibrate(posterior, batches).fit
+    fit = calibrate(posterior, batches).calibration_fit
     prediction, y = predict_all(predict, batches)  # of the options of the fit
     return [posterior.log_marginal_likelihood(), fit.nll, prediction.mean, y]
 

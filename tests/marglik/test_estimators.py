@@ -22,7 +22,7 @@ from marglik import (
     marglik_training,
 )
 from marglik.data import Batches
-from marglik.training.schedule import settling_rate
+from marglik.training.schedule import averaging_schedule
 
 N, COLUMNS = 240, 5
 random = np.random.RandomState(0)
@@ -38,8 +38,16 @@ def network(outputs):
     return nn.Sequential(nn.Linear(COLUMNS, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
 
 
-@pytest.mark.parametrize("likelihood", ["classification", "regression", "heteroscedastic"])
-def test_predictions_are_those_of_the_direct_calls(likelihood):
+@pytest.mark.parametrize(
+    ("likelihood", "corrects"),
+    [
+        ("classification", False),
+        ("classification", True),
+        ("regression", False),
+        ("heteroscedastic", False),
+    ],
+)
+def test_predictions_are_those_of_the_direct_calls(likelihood, corrects):
     """`marglik_training`, `calibrate`, then a fit to all, on columns that numpy standardises."""
     is_classes = likelihood == "classification"
     options = {"epochs": 6, "random_state": np.random.RandomState(1), "held_out": 0.25}
@@ -47,6 +55,7 @@ def test_predictions_are_those_of_the_direct_calls(likelihood):
     kind = MarglikClassifier if is_classes else MarglikRegressor
     outputs = {"classification": 3, "regression": 1, "heteroscedastic": 2}[likelihood]
     y = LABELS if is_classes else Y
+    options |= {"correct_decays": True} if corrects else {}
     found = clone(kind(network(outputs), likelihood=likelihood, **options)).fit(X, y)
 
     inputs = torch.tensor((X - X.mean(0)) / X.std(0))
@@ -60,10 +69,11 @@ def test_predictions_are_those_of_the_direct_calls(likelihood):
     )  # fmt: skip
     model = network(outputs)
     loader = Batches(inputs[train], targets[train], 32, shuffle=True, seed=expected_seed)
-    rate: Any = settling_rate  # of the estimators
+    rate: Any = averaging_schedule  # of the estimators
     laplace, *_ = marglik_training(
         model, loader, likelihood, n_epochs=6, optimizer_kwargs={"lr": 1e-2},
         scheduler_cls=rate, scheduler_kwargs={"num_steps": 6 * len(loader)},
+        held_out=[(inputs[held], targets[held])], correct_decays=corrects,
     )  # fmt: skip
     decays = laplace.prior_precision / len(train)
     np.testing.assert_allclose([*found.weight_decays_.values()], decays)

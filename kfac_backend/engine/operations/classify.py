@@ -66,16 +66,13 @@ def follow(
     extended = replace(assignment, operations=operations)
 
     def run(follower: Callable[..., Follower], indices: list[int]) -> Any:
-        with (
-            Capture(model, extended, follower=follower) as capture,
-            forked_random_numbers(model),
-        ):
+        with Capture(model, extended, follower=follower) as capture, forked_random_numbers(model):
             capture.forward(examples(x, torch.tensor(indices)))
             return capture.follower
 
     # Two runs: sizes that double with a second example are those of examples or of their rows.
     def trial() -> Any:
-        one = run(RecordShapes, [0])
+        one = run(CollectShapes, [0])
         return run(partial(ClassifyOperations, shapes=one.shapes, model=model), [0, 0])
 
     tried = try_twice(trial)
@@ -88,13 +85,8 @@ def follow(
     why = dict.fromkeys(tried.copied & of_layers, "is a weight, and also meets other operations")
     why |= tried.refused
     if why:
-        raise Refusal(
-            {
-                name: f"{error} What it does: '{name}' {why[name]}."
-                for name, error in errors.items()
-                if name in why
-            }
-        )
+        refused = [name for name in errors if name in why]
+        raise Refusal({n: f"{errors[n]} What it does: '{n}' {why[n]}." for n in refused})
     # Weights became layers of their own in the second run, beside those that hooks see; the rest
     # meets examples by broadcasting, and has the exact block of an elementwise parameter.
     broadcast = {name: t for name, t in operations.own.items() if name not in of_layers}
@@ -107,12 +99,12 @@ def follow(
     )
 
 
-class RecordShapes(Follower):
+class CollectShapes(Follower):
     """The first of two runs, with one example: the shapes of all tensors that parameters reach.
 
     With a single example, an expression and a tensor that has met the examples look alike, so both
     are followed on. In the second run an operation has fewer expressions, and thus another key. So
-    each result is recorded under the keys of all subsets of the operation's expressions: one of
+    each result is noted under the keys of all subsets of the operation's expressions: one of
     these is the subset of the true ones, under which `ClassifyOperations` looks it up.
     """
 
@@ -144,7 +136,7 @@ class ClassifyOperations(Follower):
     Where an operation is refused, the run goes on with its plain result: all parameters that cannot
     be followed are found in one run.
 
-    ``shapes`` is what `RecordShapes` recorded.
+    ``shapes`` is what `CollectShapes` has found.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ copied for each example at once, starts an expression as well. Its output is fol
 is, and receives each example's gradient.
 
 Life cycle. `classify.follow` finds out what each operation is. It runs the model with one example
-(`RecordShapes`) and with the same example twice (`ClassifyOperations`): an output that has twice
+(`CollectShapes`) and with the same example twice (`ClassifyOperations`): an output that has twice
 the size in the second run has met the examples. What is found goes into `Operations.kinds`. From
 then on `Capture` makes a new `Follower` for each forward pass, which looks every operation up
 there. Its expressions live as long as the forward pass and its backward passes. An operation that
@@ -54,7 +54,7 @@ from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 from kfac_backend.precision import at_least_float32
 
 
-class Recorder(Protocol):
+class Receiver(Protocol):
     """The pass that a follower reports to; `Capture` is one."""
 
     def add_source(self, leaf: Tensor) -> None:
@@ -153,7 +153,7 @@ class Follower(TorchFunctionMode):
     """A context in which each operation on followed parameters is treated as `Operations` says.
 
     Args:
-        recorder: receives inputs and gradients.
+        receiver: receives inputs and gradients.
         assignment: has the followed parameters, and what each operation on them is.
         values: name -> parameter without a graph, of all of the model.
         num_examples: N of the batch; None if it is not known.
@@ -161,13 +161,13 @@ class Follower(TorchFunctionMode):
 
     def __init__(
         self,
-        recorder: Recorder,
+        receiver: Receiver,
         assignment: RuleAssignment,
         values: Mapping[str, Tensor],
         num_examples: int | None,
     ) -> None:
         super().__init__()
-        self._recorder, self._operations = recorder, assignment.operations
+        self._receiver, self._operations = receiver, assignment.operations
         self._num_examples = num_examples
         self._once = {layer for layer, kinds in assignment.runs.items() if "followed" in kinds}
         self._expressions: dict[int, Expression] = {}  # by the id of the value
@@ -188,13 +188,7 @@ class Follower(TorchFunctionMode):
         # which autograd reaches one by one, so that the sum is reported when the vector is done.
         self._partial_gradients: dict[LayerRun, Tensor] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Most operations have no followed parameter among their arguments: they run as they are.
         expressions = [e for value in tensors_in((args, kwargs)) if (e := self._expression(value))]
@@ -230,7 +224,7 @@ class Follower(TorchFunctionMode):
         for run in runs:
             use, shape = self._shared_runs[run]
             b = self._partial_gradients.pop(run).unflatten(1, shape)
-            self._recorder.report_gradient(run.tracked, use, b)
+            self._receiver.report_gradient(run.tracked, use, b)
         return runs
 
     def _run(self, call: Call) -> Any:
@@ -344,12 +338,12 @@ class Follower(TorchFunctionMode):
         # all rows; in the copies row m has its own.
         # Expanded, not copied: one piece of memory serves all rows.
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
-        self._recorder.add_source(source)
+        self._receiver.add_source(source)
         examples = M // rows_of_each if rows is None else rows.num_examples
         uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
         for leaf, use in uses.items():
             if isinstance(leaf, str):
-                self._recorder.report_input(own[leaf], use)
+                self._receiver.report_input(own[leaf], use)
 
         def on_gradient(b: Tensor) -> None:
             b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
@@ -361,7 +355,7 @@ class Follower(TorchFunctionMode):
                 b = at_least_float32(b).unflatten(0, (-1, rows_of_each)).sum(1)
             for leaf, gradients in expression.gradients(b).items():
                 if isinstance(leaf, str):
-                    self._recorder.report_gradient(own[leaf], uses[leaf], gradients)
+                    self._receiver.report_gradient(own[leaf], uses[leaf], gradients)
                 else:  # other parts of its gradient may still come
                     earlier = self._partial_gradients.get(leaf)
                     gradients = gradients if earlier is None else earlier + gradients
@@ -382,7 +376,7 @@ class Follower(TorchFunctionMode):
                 f"Layer {tracked} runs with {use.settings} and with {layer.settings}, which have "
                 "no common block. Freeze it (requires_grad_(False))."
             )
-        return self._recorder.report_run(tracked, use.a, call.run())
+        return self._receiver.report_run(tracked, use.a, call.run())
 
     def _in_stack(self, layers: tuple[TrackedLayer, ...], use: "WeightUse") -> TrackedLayer:
         stored = self._stored(use.weight)

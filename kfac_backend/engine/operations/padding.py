@@ -47,13 +47,7 @@ class _Uses(TorchFunctionMode):
         self.rows: dict[str, set[int | None]] = {}
         """Name -> rows; None is that of a use without padding, or that is no lookup."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         names = [name for t in tensors_in((args, kwargs)) if (name := self._names.get(id(t)))]
         if names and tensors_in(output):  # and not its shape, say
@@ -69,13 +63,7 @@ class NoTangentOfPadding(TorchFunctionMode):
     As backward mode does; torch's forward mode passes the tangent of the row on.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         row = padding_of(func, args, kwargs or {})
         if row is None or func is F.embedding_bag:  # which leaves padding out of its sums

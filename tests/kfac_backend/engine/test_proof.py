@@ -306,6 +306,13 @@ PAIRS = {
         {"positions": OfMask(6, 3), "head": nn.Linear(3, 3)}, (normal(5, 4, 3),),
         {"positions": nn.Embedding(6, 3), "head": nn.Linear(3, 3)},
     ),
+    # The error by which it shows is no mistake in the dtype of the tokens.
+    "derived embedding of numbers, behind tokens": (
+        lambda m, x: m.head((m.table(x) + m.positions((x > 0).double())).tanh().mean(1)),
+        lambda m, x: m.head((m.table(x) + m.positions((x > 0).long().cumsum(1))).tanh().mean(1)),
+        {"table": nn.Embedding(5, 3), "positions": OfMask(6, 3), "head": nn.Linear(3, 3)}, (IDS,),
+        {"table": nn.Embedding(5, 3), "positions": nn.Embedding(6, 3), "head": nn.Linear(3, 3)},
+    ),
     **{
         f"{type(norm).__name__}, a view that is changed in place": (
             normed(in_place), normed(out_of_place),

@@ -54,6 +54,31 @@ def held_out(likelihood, n=60, C=3, seed=0, sigma_noise=1.0):
     return HeldOut(likelihood_of(likelihood), f, covariance, y, sigma_noise)
 
 
+@pytest.mark.parametrize("scale", [0.5, 30.0])
+@pytest.mark.parametrize("own", ["classification", "noisy_classification(noise=0.6)"])
+def test_the_maps_objective_in_closed_form_is_that_of_autograd(scale, own):
+    plain = held_out("classification")
+    data = replace(plain, likelihood=likelihood_of(own), f=scale * plain.f)
+    objective = calibration.objective_of_map(data)
+    loss, M = data.loss("probit", data.f[:0]), len(data.f)
+    own_noise = data.likelihood.parameters["noise"].item() if "noisy" in own else 0.0
+    for log_tau, coordinate in ((0.0, 1e-3), (0.7, 2.0), (-1.5, 4.0), (3.0, 6.7)):
+        v = torch.tensor([log_tau, coordinate], dtype=torch.float64, requires_grad=True)
+        noise = calibration.SMALL_NOISE * torch.expm1(v[1])
+        prior = calibration.PRIOR_OF_SHARPNESS * v[0] ** 2 + calibration.PRIOR_OF_SCALE
+        most = max(0.5, own_noise)
+        if noise > most:
+            excess = math.log(1 - most) - torch.log1p(-noise)
+            prior = prior + calibration.PRIOR_OF_MOST_NOISE * excess**2
+        if not own_noise:
+            prior = prior + 2 * calibration.PRIOR_OF_NOISE * v[1]
+        value = loss(None, v[0].exp(), noise) + 0.5 * prior / M
+        (gradient,) = torch.autograd.grad(value, v)
+        found, slopes = objective(v.detach().numpy())
+        assert found == pytest.approx(value.item(), rel=1e-12)
+        assert_close(torch.tensor(slopes), gradient, rtol=1e-9, atol=1e-12)
+
+
 def nll(data, link, calibration):
     """By the predictive itself, and the metrics that users see."""
     generator = torch.Generator().manual_seed(0)  # as the search draws them
@@ -259,7 +284,7 @@ def test_linearised_networks_and_variances_alone_are_calibrated_as_covariances()
     la, _ = fitted()
     held_out = [data(n=24)]
     by_mc, by_networks = (
-        calibrate(la, held_out, PredictiveConfig(method, samples=400, networks=400)).fit
+        calibrate(la, held_out, PredictiveConfig(method, samples=400, networks=400)).calibration_fit
         for method in ("mc", "linearised")
     )
     assert by_networks.nll_uncalibrated == pytest.approx(by_mc.nll_uncalibrated, rel=0.02)

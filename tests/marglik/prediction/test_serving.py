@@ -152,7 +152,7 @@ def test_a_network_that_takes_one_position_of_its_last_layer():
     for seed in range(10):  # also where a single example has the largest variances there
         torch.manual_seed(seed)
         la = posterior(Largest().double(), "classification", data()[1])
-        with pytest.raises(NotImplementedError, match="depend on its last layer"):
+        with pytest.raises(NotImplementedError, match="not the outputs of its last layer"):
             laplace_predictive(la, LAST, calibration=CALIBRATION).module(NEW[:1])
 
 
@@ -195,9 +195,9 @@ def test_in_onnx(tmp_path):
         (PredictiveConfig(layers="all"), network(), "layers 'all' needs backward passes"),
         (PredictiveConfig("mc", layers="last"), network(), "'mc' draws samples"),
         (PredictiveConfig("linearised"), network(), "'linearised' draws samples"),
-        (LAST, Scaled(), "depend on its last layer 'net.6'"),
-        (LAST, Clamped(), "depend on its last layer 'net.6'"),
-        (LAST, network()[:-1], "depend on its last layer '3'"),
+        (LAST, Scaled(), "not the outputs of its last layer 'net.6'"),
+        (LAST, Clamped(), "not the outputs of its last layer 'net.6'"),
+        (LAST, network()[:-1], "not the outputs of its last layer '3'"),
     ],
 )
 def test_what_cannot_be_served_says_so(config, model, reason):

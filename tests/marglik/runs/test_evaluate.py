@@ -51,7 +51,7 @@ def test_what_is_not_calibrated_yet_is_by_the_validation_set(run, tmp_path, caps
     posterior = load_posterior(run, MLP(64, (6,), 3))
     splits = build_from_spec(DataSource, read_posterior(run)["data"]["source"]).load()
     config = PredictiveConfig("probit", layers="last")
-    by_hand = calibrate(posterior, split_batches(splits, "validation", 256), config).fit
+    by_hand = calibrate(posterior, split_batches(splits, "validation", 256), config).calibration_fit
     entry = evaluated(tmp_path / "out").predictives["Laplace, probit, last layer"]
     for key in ("covariance_scale", "output_temperature"):
         expected = getattr(by_hand.calibration, key)

@@ -46,6 +46,7 @@ def test_same_numbers_in_classification(prior_structure, structure):
     ours = marglik_training(network(), loader(), **options, **THEIRS)
     theirs = laplace_torch_training(network(), loader(), backend=KfacGGN, **options)
     assert len(ours) == len(theirs) == 4
+    assert ours == (ours.laplace, ours.model, ours.negative_evidences, ours.losses)
     assert_close(torch.tensor(ours[2]), torch.tensor(theirs[2]), rtol=1e-6, atol=0)
     assert_close(torch.tensor(ours[3]), torch.tensor(theirs[3]), rtol=1e-6, atol=0)
     assert ours[0].structure == structure

@@ -4,6 +4,7 @@ The gradient's oracle is retraining: gradient flow in small steps at other decay
 """
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from marglik.training.held_out import (
     displacements,
     gradients_in_log_decays,
     move_gate,
+    rise_of,
     shrunk,
 )
 
@@ -82,7 +84,8 @@ def test_the_held_out_gradient_is_that_of_retraining(time):
     posterior.fit([(x, y)])
     leaf = theta.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(held_out_loss(leaf), leaf)
-    look = HeldOutLook(torch.zeros(1), [[gradient[:1], gradient[1:]]], [theta[:1], theta[1:]])
+    gradients, parameters = [[gradient[:1], gradient[1:]]], [theta[:1], theta[1:]]
+    look = HeldOutLook(torch.zeros(1), 0.0, gradients, parameters)
     moved = displacements(posterior, look.parameters, [time, time])
     (own,) = gradients_in_log_decays(look, moved)
 
@@ -107,32 +110,69 @@ def test_the_held_out_gradient_is_that_of_retraining(time):
     assert (other / own - 1).abs().max() > 0.1
 
 
+def convolutions():
+    """Groups of channels, and a head whose 300 inputs exceed twice the number of examples."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(300, 7), nn.Linear(7, 3),
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("time", [2.0, math.inf])
+def test_displacements_are_those_of_dense_blocks(time, correction):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 2, 12, 8, generator=generator, dtype=torch.float64)[..., :7]
+    x = torch.nn.functional.pad(x, (0, 0, 0, 5))  # (12, 2, 17, 7): 4 × 15 × 5 features
+    y = torch.randint(3, (12,), generator=generator)
+    model = convolutions()
+    posterior = Posterior(model, "classification", prior_precision=0.7, temperature=0.5)
+    posterior.fit([(x, y)], corrected=correction)
+    blocks = posterior.fitted_factors().blocks
+    assert any(F.rows is not None for block in blocks.values() for F, _ in block.named_factors())
+    parameters = [*model.parameters()]
+    moved = displacements(posterior, parameters, [time] * len(parameters))
+    for block, p, u in zip(blocks.values(), parameters, moved, strict=True):
+        s, Q = torch.linalg.eigh(block.to_dense().double() / 0.5 + 0.7 * torch.eye(p.numel()))
+        f = 1 / s if time == math.inf else (1 - torch.exp(-time * s)) / s
+        dense = Q @ (f * (Q.T @ (0.7 * p.detach().flatten())))
+        assert_close(u.flatten(), dense, rtol=1e-6, atol=1e-9)
+        # Negative control: the curvature counts.
+        without = 0.7 * p.detach() * (1 / 0.7 if time == math.inf else (1 - math.exp(-1.4)) / 0.7)
+        assert (u - without).norm() > 0.01 * u.norm()
+
+
 def test_the_gate_opens_only_where_the_loss_rose_and_higher_decays_would_lower_it():
     generator = torch.Generator().manual_seed(0)
     best = torch.rand(200, generator=generator, dtype=torch.float64)
     noise = 0.1 * torch.randn(200, generator=generator, dtype=torch.float64)
     worse = best + 0.1 + noise
-    late = {"rising_helps": True, "is_early": False, "limit": 1.2}
+    helps = {"rising_helps": True, "limit": 1.2}
+
+    def look(measures, losses):
+        return HeldOutLook(losses, rise_of(measures.best_losses, losses), [], [])
 
     def after(losses, **conditions):
         measures = Measures([], [])
-        assert move_gate(measures, best, **late) == 0 and measures.log_factor == 0
-        z = move_gate(measures, losses, **late | conditions)
-        return measures, z
+        move_gate(measures, look(measures, best), **helps)
+        assert measures.rise == 0 and measures.log_factor == 0
+        move_gate(measures, look(measures, losses), **helps | conditions)
+        return measures
 
-    measures, z = after(worse)
+    measures = after(worse)
     error = (0.1 + noise).std() / math.sqrt(200)
-    assert z == pytest.approx(((0.1 + noise).mean() / error).item()) and z > 10
+    assert measures.rise == pytest.approx(((0.1 + noise).mean() / error).item())
+    assert measures.rise > 10
     assert measures.log_factor == 0.5 and measures.best_losses is best
     for _ in range(3):
-        move_gate(measures, worse, **late)
+        move_gate(measures, look(measures, worse), **helps)
     assert measures.log_factor == 1.2
-    move_gate(measures, best - 0.01, **late)  # it has fallen below the best
+    move_gate(measures, look(measures, best - 0.01), **helps)  # it has fallen below the best
     assert measures.log_factor == pytest.approx(1.08)
     assert measures.best_losses is not best
-    for closed in ({"rising_helps": False}, {"is_early": True}, {"limit": None}):
-        assert after(worse, **closed)[0].log_factor == 0
-    assert after(best + noise - noise.mean())[0].log_factor == 0  # no rise on average
+    for closed in ({"rising_helps": False}, {"limit": None}):
+        assert after(worse, **closed).log_factor == 0
+    assert after(best + noise - noise.mean()).log_factor == 0  # no rise on average
 
 
 def test_parts_that_disagree_say_nothing():
@@ -173,12 +213,24 @@ def train(share, **options):
     return learner, model, accuracy
 
 
+ON = {"raise_limit": 1.2, "lowering": True}
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_gate_opens_where_a_network_memorises_and_not_on_clean_labels():
     off, _, accuracy_off = train(0.4)
     on, _, accuracy = train(0.4, raise_limit=1.2)
-    assert off.state.measures.log_factor == 0 < on.state.measures.log_factor <= 1.2
+    c = on.state.measures.log_factor
+    assert off.state.measures.log_factor == 0 < c <= 1.2
     assert accuracy > accuracy_off + 0.04  # 0.81 and 0.73
+    # e^c is in the decays that act, are returned, recorded and replayed: of weights, not of biases.
+    own = on.state.hyperparameters.prior_precision / on.problem.num_data
+    factors = torch.tensor([math.exp(c), 1.0] * 3, dtype=torch.float64)
+    assert_close(on.weight_decays(), own * factors, rtol=1e-12, atol=0)
+    assert [*on.state.record["weight_decay"].values()] == on.weight_decays().tolist()
+    assert on.state.decays == on.weight_decays().tolist()
+    delta, *_ = on.state.decay_history[45]
+    assert_close(delta / 400, on.weight_decays())
     clean, model, _ = train(0.0)
     gated, same, _ = train(0.0, raise_limit=1.2)
     assert gated.state.measures.log_factor == 0
@@ -188,24 +240,44 @@ def test_the_gate_opens_where_a_network_memorises_and_not_on_clean_labels():
     assert torch.equal(clean.weight_decays(), gated.weight_decays())
 
 
-def no_held_out(learner, model, optimizer, loader):
-    learner.start(model, optimizer, loader, 2)
-
-
-def regression(learner, model, optimizer, loader):
-    other = PriorLearner("regression", raise_limit=1.2)
-    loader = [(x, torch.randn(len(x), 3)) for x, _ in loader]
-    other.start(model, optimizer, loader, 2, held_out=loader)
+def test_one_decay_of_all_parameters_is_raised_as_a_whole():
+    model = nn.Sequential(nn.Linear(4, 3))
+    data = [(torch.randn(8, 4), torch.randint(3, (8,)))] * 2
+    learner = PriorLearner("classification", structure="scalar", **ON)
+    learner.start(model, torch.optim.SGD(model.parameters(), lr=0.1), data, 2, held_out=data)
+    before = learner.weight_decays()
+    learner.state.measures.log_factor = 1.0
+    assert_close(learner.weight_decays(), before * math.e)
 
 
 @pytest.mark.parametrize(
-    ("start", "message"), [(no_held_out, "pass held_out to start"), (regression, "a classifier")]
+    ("likelihood", "is_held_out", "options", "message"),
+    [
+        ("classification", True, {}, None),
+        ("noisy_classification", True, {}, None),
+        ("classification", False, {"updates": 0}, None),  # nothing is learned
+        ("classification", False, {}, "held-out batches"),
+        ("classification", True, {"hessian_structure": "diag"}, "hessian_structure='kron'"),
+        ("regression", True, {}, "a classifier"),
+    ],
 )
-def test_corrections_without_labels_that_can_make_them_are_errors(start, message):
-    torch.manual_seed(0)
-    model, loader = nn.Linear(4, 3), [(torch.randn(8, 4), torch.randint(3, (8,)))] * 2
+def test_corrections_without_labels_that_can_make_them_are_errors(
+    likelihood, is_held_out, options, message
+):
+    y = torch.randn(8, 3) if likelihood == "regression" else torch.randint(3, (8,))
+    data, model = [(torch.randn(8, 4), y)] * 2, nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    learner = PriorLearner("classification", raise_limit=1.2)
-    with pytest.raises(ValueError, match=message):
-        start(learner, model, optimizer, loader)
-    learner.start(model, optimizer, loader, 2, held_out=loader)  # negative control
+    learner = PriorLearner(likelihood, **ON | options)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        learner.start(model, optimizer, data, 9, held_out=data if is_held_out else None)
+    learner = PriorLearner(likelihood, **options)  # negative control
+    learner.start(model, optimizer, data, 9, held_out=data if is_held_out else None)
+
+
+def test_held_out_batches_that_are_read_once_are_an_error():
+    data = [(torch.randn(8, 4), torch.randint(3, (8,)))] * 2
+    model = nn.Linear(4, 3)
+    learner = PriorLearner("classification", **ON)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError):
+        learner.start(model, optimizer, data, 9, held_out=iter(data))

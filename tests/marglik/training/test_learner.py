@@ -16,9 +16,9 @@ from marglik import (
     Posterior,
     PriorGroups,
     PriorLearner,
+    averaging_schedule,
     laplace_predictive,
     marglik_training,
-    settling_rate,
     update_prior,
 )
 from marglik.data import Splits
@@ -70,7 +70,7 @@ def test_all_entries_learn_the_same_decays_by_default(tmp_path, monkeypatch):
     for p, q in zip(model.parameters(), drop_in.parameters(), strict=True):
         assert torch.equal(p, q)
 
-    model, expected = in_a_loop(lambda o: settling_rate(o, epochs * len(data)))
+    model, expected = in_a_loop(lambda o: averaging_schedule(o, epochs * len(data)))
     x, y = dataset().tensors
     command = network()
     setup = Setup(

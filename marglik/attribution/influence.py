@@ -1,0 +1,610 @@
+"""Influence of training examples on predictions: which examples made this prediction.
+
+τ(q, n) = ∇m(q)ᵀ (H + P)⁻¹ ∇ℓ_n: to first order, the change of measurement m of query q if training
+example n is left out. H + P is the posterior's precision, block by block, so that the learned prior
+precisions are the damping that other tools ask for. Training gradients are never stored: a backward
+pass gives the layers' inputs and output gradients, and each layer's gradients are contracted with
+the solved query gradients, for a few examples at a time.
+
+The exact blocks of the GGN are H_b = Σ_n Σ_v g_nv g_nvᵀ, from the inputs and output gradients of
+all training examples, which are stored. Their systems are solved by conjugate gradients, with the
+EKFAC block as the preconditioner.
+
+Sources: Koh & Liang 2017 (arXiv:1703.04730); Grosse et al. 2023 (arXiv:2308.03296) for EKFAC.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+
+from kfac_backend.blocks.block import decompose
+from kfac_backend.covariance.gradients import (
+    HeldGradients,
+    LayerGradients,
+    ParameterGradients,
+    PosteriorPrecision,
+)
+from kfac_backend.eigenvalue_correction import corrected_factors
+from kfac_backend.engine.batches import check_read_twice, each_batch
+from kfac_backend.engine.driver import Driver
+from kfac_backend.engine.rule_assignment import RuleAssignment, assignment_of_blocks
+from kfac_backend.likelihoods import Likelihood, counted_terms
+from kfac_backend.options import KfacApprox, check_option, check_positive
+from kfac_backend.precision import at_least_float32, full_float32
+from kfac_backend.sharding import check_whole
+from marglik.eval_mode import eval_mode
+from marglik.posterior.posterior import Posterior
+
+InfluenceCurvature = Literal["exact", "ekfac", "kfac"]
+Blocks = Literal["layer", "tensor"]
+Damping = Literal["evidence", "relative"] | float
+Measurement = Literal["loss", "margin", "log_odds"] | Callable[[Tensor, Tensor], Tensor]
+Gradients = dict[str, Tensor]
+"""Parameter name -> gradients (Q, P), flattened as PyTorch flattens the parameter."""
+
+RELATIVE = 0.1
+"""The damping "relative": this share of a tensor's mean eigenvalue."""
+QUERY_BYTES = 2**30
+"""Bytes of the query gradients that are solved and contracted together."""
+ROW_BYTES = 4 * 2**30
+"""Most bytes of inputs and output gradients that exact blocks store."""
+DENSE_BYTES = 32 * 2**20
+"""Bytes of dense gradients that are formed at once."""
+MOST_ITERATIONS = 1000
+"""Most iterations of the conjugate gradients, after which a warning gives the residual."""
+
+
+def influence(
+    posterior: Posterior,
+    queries: Iterable[Any],
+    train: Iterable[Any],
+    *,
+    measurement: Measurement = "loss",
+    curvature: InfluenceCurvature = "exact",
+    blocks: Blocks = "tensor",
+    damping: Damping = "evidence",
+    progress: bool = False,
+) -> Float[Tensor, "Q N"]:
+    """Scores τ(q, n): the change of query q's measurement if training example n is left out.
+
+    A training example with a large positive τ for the loss of q supports the label of q: without
+    it, the loss rises. The columns follow the order of ``train``. ``scores.topk(5)`` has the five
+    most helpful examples of each query. Exact for a quadratic loss up to the leverage of example n:
+    the true change is τ / (1 − h_n).
+
+    Args:
+        posterior: the fitted posterior, at the network's weights.
+        queries: batches (x, y), or mappings, as of the fit. Each pass over the training data serves
+            as many queries as fit into 1 GiB of gradients.
+        train: the data of the fit, in a fixed order and in an iterable that can be read repeatedly.
+        measurement: "loss" (−log p(y|f), in nats, summed over an example's terms); for classes and
+            outputs (N, C) also "margin" (the output of the label minus the largest other one) and
+            "log_odds" (log p/(1 − p) of the label); or a function of outputs (q, ..., C) and
+            targets that returns one number for each example (q,).
+        curvature: "exact" takes the exact blocks of the GGN and stores the inputs and output
+            gradients of all training examples; "ekfac" the eigenvalue-corrected and "kfac" the
+            plain blocks of the posterior's factors.
+        blocks: "tensor" for one block per parameter tensor; "layer" for one block of all tensors of
+            a module, such as weight and bias (only for "exact").
+        damping: "evidence" takes the posterior's prior precision δ of each tensor. "relative" takes
+            0.1 times the mean eigenvalue of each tensor's block, a number takes this precision for
+            all tensors; both replace δ. A number has the scale of δ, beside the sum over the data.
+        progress: whether to show progress bars.
+
+    Returns:
+        Scores (Q, N), on the CPU.
+
+    Raises:
+        AttributeError: a posterior that is not fitted.
+        TypeError: training data that can be read only once.
+        ValueError: options that are not supported or do not go together; a posterior that is not
+            from Kronecker factors; training data in random order or other data than the fit's;
+            weights other than the fit's; a measurement of another shape.
+        NotImplementedError: a parameter whose curvature is a diagonal without a rule
+            (``unsupported="diagonal"``), a model under `fully_shard`.
+        MemoryError: exact blocks of more than 4 GiB of rows.
+    """
+    check_option("curvature", curvature, InfluenceCurvature)
+    check_option("blocks", blocks, Blocks)
+    if isinstance(damping, str):
+        check_option("damping", damping, Literal["evidence", "relative"])
+    else:
+        check_positive("damping", damping)
+    if blocks == "layer" and curvature != "exact":
+        raise ValueError(
+            f"blocks='layer' is for curvature 'exact'; '{curvature}' has a block for each tensor. "
+            "Pass blocks='tensor'."
+        )
+    check_read_twice(train)
+    check_not_shuffled(train)
+    posterior.check_weights()
+    check_whole(posterior.model, "Influence")
+    measure = _measurement(measurement, posterior)
+    with torch.inference_mode(False), eval_mode(posterior.model), full_float32():
+        spectra, delta, scale = _spectra(posterior, train, curvature, damping, progress)
+        driver = _driver(posterior)
+        groups: dict[str, list[str]] = {}
+        for name in spectra:
+            groups.setdefault(_module_of(name) if blocks == "layer" else name, []).append(name)
+        rows = None
+        if curvature == "exact":
+            rows = _Rows(spectra)
+            driver.start(rows)
+            driver.add_all(train, "Rows of the exact blocks", progress)
+            driver.finish()
+        scores = []
+        for gradients in _query_gradients(driver, spectra, queries, measure, progress):
+            if rows is None:
+                solved = _precondition(gradients, spectra)
+            else:
+                solved = {}
+                for names in groups.values():
+                    solved |= _ExactBlock(names, rows, spectra, delta, scale).solve(gradients)
+            contraction = _Contraction(spectra, solved, posterior.likelihood, scale)
+            driver.start(contraction)
+            driver.add_all(train, "Scores", progress)
+            driver.finish()
+            scores.append(torch.cat(contraction.scores, 1))
+    if not scores:
+        raise ValueError("There is no query: the loader yields no batch.")
+    return torch.cat(scores)
+
+
+def _module_of(name: str) -> str:
+    """The module that has a parameter."""
+    return name.rpartition(".")[0]
+
+
+def check_not_shuffled(train: Any) -> None:
+    """Raise a ValueError for a loader whose order is random: columns would have no meaning."""
+    is_random = isinstance(train, DataLoader) and isinstance(train.sampler, RandomSampler)
+    if is_random or getattr(train, "shuffle", False) is True:
+        raise ValueError(
+            f"This {type(train).__name__} shuffles, so that the columns of the scores would belong "
+            "to no known examples; pass the data in a fixed order (shuffle=False)."
+        )
+
+
+def _spectra(
+    posterior: Posterior, train: Any, curvature: str, damping: Damping, progress: bool
+) -> tuple[PosteriorPrecision, dict[str, float], float]:
+    """Each tensor's eigenvectors and eigenvalues of H/(σ²T) + P; P; and 1/(σ²T).
+
+    Of the exact blocks they are the preconditioner.
+    """
+    factors = posterior.fitted_factors()
+    scale = 1 / (float(posterior.sigma_noise) ** 2 * posterior.temperature)
+    if curvature != "kfac" and not factors.is_corrected:
+        factors = corrected_factors(
+            factors, posterior.model, train, progress=progress, process_group=None
+        )
+    elif curvature == "kfac" and factors.is_corrected:
+        raise ValueError(
+            "The posterior was fitted with corrected eigenvalues; pass curvature='ekfac', or fit "
+            "it with corrected=False."
+        )
+    dtype = at_least_float32(posterior.mean).dtype
+    eigen = decompose([block.to(dtype=dtype) for block in factors.blocks.values()])
+    prior = posterior.prior_precision.detach().expand(len(factors)).tolist()
+    spectra, delta = {}, {}
+    for name, block, own in zip(factors.blocks, eigen, prior, strict=True):
+        scaled = block.scale(scale)
+        if damping == "relative":
+            own = RELATIVE * float(scaled.spectrum().mean())
+        elif damping != "evidence":
+            own = float(damping)
+        spectra[name], delta[name] = (scaled, scaled.spectrum(own)), own
+    return spectra, delta, scale
+
+
+def _driver(posterior: Posterior) -> Driver:
+    """A driver over the parameters with a posterior, on this process alone."""
+    sizes = {name: block.numel for name, block in posterior.fitted_factors().blocks.items()}
+    return Driver(
+        posterior.model,
+        posterior.likelihood,
+        posterior.options.replace(kfac_approx="expand"),
+        generator=posterior.generator,
+        process_group=None,
+        assignment=assignment_of_blocks(posterior.model, sizes),
+    )
+
+
+# --- measurements and the vectors to propagate back ---
+
+
+def _measurement(
+    measurement: Measurement, posterior: Posterior
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function from outputs (q, ..., C) and targets to the gradient of Σ m in the outputs."""
+    likelihood, sigma = posterior.likelihood, float(posterior.sigma_noise)
+    if measurement == "loss":
+        return lambda f, y: loss_gradient(f, y, likelihood) / sigma**2
+    if isinstance(measurement, str):
+        check_option("measurement", measurement, Literal["loss", "margin", "log_odds"])
+        if likelihood.kind != "classes":
+            raise ValueError(
+                f"measurement={measurement!r} is for classes, and the likelihood is "
+                f"'{likelihood}'; take 'loss', or pass a function of outputs and targets."
+            )
+    of_name = {"margin": _margin, "log_odds": _log_odds}
+    function = of_name[measurement] if isinstance(measurement, str) else measurement
+
+    def gradient(f: Tensor, y: Tensor) -> Tensor:
+        with torch.enable_grad():
+            f = at_least_float32(f).detach().requires_grad_()
+            m = function(f, y)
+            if m.shape != f.shape[:1]:
+                raise ValueError(
+                    f"The measurement of {len(f)} queries has shape {tuple(m.shape)}; one number "
+                    f"for each query ({len(f)},) is needed. Sum over an example's positions."
+                )
+            return torch.autograd.grad(m.sum(), f)[0]
+
+    return gradient
+
+
+def _others(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of the label (q,), and the outputs with -inf in its place (q, C)."""
+    if f.dim() != 2:
+        raise ValueError(
+            f"margin and log_odds are for outputs (N, C), not {tuple(f.shape)}; pass a function of "
+            "outputs and targets that returns one number for each example."
+        )
+    index = y.long()[:, None]
+    return f.gather(1, index)[:, 0], f.scatter(1, index, -torch.inf)
+
+
+def _margin(f: Tensor, y: Tensor) -> Tensor:
+    own, others = _others(f, y)
+    return own - others.amax(1)
+
+
+def _log_odds(f: Tensor, y: Tensor) -> Tensor:
+    own, others = _others(f, y)
+    return own - others.logsumexp(1)
+
+
+def loss_gradient(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
+    """∇_f ℓ at σ = T = 1, zero at terms that do not count."""
+    gradient = likelihood.gradient(at_least_float32(f.detach()), y)
+    counted = counted_terms(y, likelihood)
+    return gradient if counted is None else gradient.masked_fill(~counted[..., None], 0.0)
+
+
+# --- sinks ---
+
+
+class _ByParameter(HeldGradients):
+    """Hands on each batch's gradients parameter by parameter, for one vector or those of the GGN.
+
+    Args:
+        spectra: the blocks.
+        some_examples: whether a layer's examples may come in parts.
+    """
+
+    some_examples = True
+
+    def __init__(self, spectra: PosteriorPrecision) -> None:
+        self._spectra = spectra
+
+    def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
+        """Begin without gradients."""
+        if assignment.diagonal:
+            raise NotImplementedError(
+                f"Parameter '{assignment.diagonal[0]}' has no K-FAC rule, and influence supports "
+                "parameters with a rule. Freeze it (requires_grad_(False)) before the fit, or "
+                "register a rule (see kfac_backend.layers)."
+            )
+        super().__init__(LayerGradients(assignment, self._spectra))
+
+    def batch_done(self, f: Tensor, y: Tensor) -> None:
+        """Hand on the gradients, and forget them."""
+        most = DENSE_BYTES if self.some_examples else None
+        self.begin_batch(len(f))
+        for subset, gradients in self.gradients.by_parameter(self.take(), self.uses, most):
+            self.add(subset, gradients)
+        self.forget()
+
+    def begin_batch(self, number: int) -> None:
+        """All gradients of a batch of this number of examples follow."""
+
+    def add(self, subset: slice, gradients: ParameterGradients) -> None:
+        """Take the gradients of some of the batch's examples in one parameter."""
+        raise NotImplementedError
+
+
+class _QueryGradients(_ByParameter):
+    """The gradients of the queries' measurements, (q, P) for each parameter."""
+
+    def __init__(
+        self, spectra: PosteriorPrecision, measure: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        super().__init__(spectra)
+        self._measure = measure
+        self.gradients_of: Gradients = {}
+
+    def vectors(self, of_fisher: Any, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """One vector, the measurements' gradient in the outputs."""
+        yield self._measure(f.detach(), y)
+
+    def begin_batch(self, number: int) -> None:
+        """Begin with zeros, for parameters that no vector reaches."""
+        self.gradients_of = {
+            name: spectrum.new_zeros(number, eigen.numel)
+            for name, (eigen, spectrum) in self._spectra.items()
+        }
+
+    def add(self, subset: slice, gradients: ParameterGradients) -> None:
+        """Write the gradients into their rows and columns."""
+        g = gradients.dense()[:, 0]
+        columns = slice(gradients.slot * g.shape[1], (gradients.slot + 1) * g.shape[1])
+        self.gradients_of[gradients.name][subset, columns] += g
+
+
+class _Contraction(_ByParameter):
+    """Σ over parameters of ⟨solved query gradient, training gradient⟩, batch by batch."""
+
+    def __init__(
+        self, spectra: PosteriorPrecision, solved: Gradients, likelihood: Likelihood, scale: float
+    ) -> None:
+        super().__init__(spectra)
+        self._solved, self._likelihood, self._scale = solved, likelihood, scale
+        self.scores: list[Float[Tensor, "Q n"]] = []
+        """Of each batch, on the CPU."""
+
+    def vectors(self, of_fisher: Any, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """One vector, the gradient of the training loss of the objective, at σ and T."""
+        yield self._scale * loss_gradient(f, y, self._likelihood)
+
+    def begin_batch(self, number: int) -> None:
+        """Begin with zeros."""
+        solved = next(iter(self._solved.values()))
+        self._batch = solved.new_zeros(len(solved), number)
+
+    def add(self, subset: slice, gradients: ParameterGradients) -> None:
+        """Add one parameter's part."""
+        S = _of_slot(self._solved[gradients.name], gradients)
+        self._batch[:, subset] += _Products([gradients]).inner([S])[:, :, 0]
+
+    def batch_done(self, f: Tensor, y: Tensor) -> None:
+        """Keep the batch's scores."""
+        super().batch_done(f, y)
+        self.scores.append(self._batch.cpu())
+
+
+class _Rows(_ByParameter):
+    """The gradients of the GGN's vectors of all examples, by inputs and output gradients."""
+
+    some_examples = False
+
+    def __init__(self, spectra: PosteriorPrecision) -> None:
+        super().__init__(spectra)
+        self.batches: list[list[ParameterGradients]] = []
+        """Of each batch, the gradients in all parameters."""
+        self._bytes = 0
+
+    def begin_batch(self, number: int) -> None:
+        """Begin another batch."""
+        self.batches.append([])
+
+    def add(self, subset: slice, gradients: ParameterGradients) -> None:
+        """Keep the rows."""
+        uses = (t for use, _ in gradients.uses for t in use if t is not None)
+        self._bytes += sum(t.nbytes for t in uses)
+        if self._bytes > ROW_BYTES:
+            raise MemoryError(
+                f"Exact blocks store more than {ROW_BYTES >> 30} GiB of inputs and output "
+                "gradients of the training data; pass curvature='ekfac', which stores none."
+            )
+        self.batches[-1].append(gradients)
+
+
+class _Products:
+    """Products with the rows g_nv of some parameters' gradients, of the same n examples.
+
+    Args:
+        gradients: one for each parameter, or part of a parameter.
+    """
+
+    def __init__(self, gradients: list[ParameterGradients]) -> None:
+        self._gradients = gradients
+        _, self._n, _, self._V, _ = gradients[0].uses[0][0].b.shape
+
+    def inner(self, S: list[Tensor]) -> Float[Tensor, "Q n V"]:
+        """Σ over parameters of ⟨S_q, g_nv⟩, from S (Q, P) of each."""
+        total = S[0].new_zeros(len(S[0]), self._n, self._V)
+        for own, gradients in zip(S, self._gradients, strict=True):
+            if (factored := _one_position(gradients)) is not None:
+                # ⟨S, b aᵀ⟩ = bᵀ (S a), without the outer product.
+                b, a, transposed = factored
+                Sa = _matrices(own, gradients, transposed) @ a.mT  # (Q, G, d_out, n)
+                total += torch.einsum("gnvo,qgon->qnv", b, Sa)
+                continue
+            for some, dense in _dense(gradients):
+                total[:, some] += (own @ dense.flatten(0, 1).mT).unflatten(1, dense.shape[:2])
+        return total
+
+    def outer(self, c: Float[Tensor, "Q n V"]) -> list[Tensor]:
+        """Σ_n Σ_v c_qnv g_nv in each parameter, (Q, P)."""
+        sums = []
+        for gradients in self._gradients:
+            P = gradients.spectrum.numel()
+            if (factored := _one_position(gradients)) is not None:
+                b, a, transposed = factored
+                weighted = torch.einsum("qnv,gnvo->qgon", c, b)
+                matrices = weighted @ a  # (Q, G, d_out, d_in)
+                sums.append((matrices.mT if transposed else matrices).reshape(len(c), P))
+                continue
+            total = c.new_zeros(len(c), P)
+            for some, dense in _dense(gradients):
+                total += c[:, some].flatten(1) @ dense.flatten(0, 1)
+            sums.append(total)
+        return sums
+
+
+def _one_position(gradients: ParameterGradients) -> tuple[Tensor, Tensor, bool] | None:
+    """Factors b (G, n, V, d_out) and a (G, n, d_in) of gradients b aᵀ; None for others."""
+    (use, transposed), *others = gradients.uses
+    if others or use.a is None or use.b.shape[2] != 1:
+        return None
+    return use.b[:, :, 0], use.a[:, :, 0].to(use.b.dtype), transposed
+
+
+def _matrices(
+    S: Float[Tensor, "Q P"], gradients: ParameterGradients, transposed: bool
+) -> Float[Tensor, "Q G d_out d_in"]:
+    """Flat parameters as matrices."""
+    use, _ = gradients.uses[0]
+    assert use.a is not None
+    G, d_out, d_in = len(use.b), use.b.shape[-1], use.a.shape[-1]
+    S = S.reshape(len(S), G, *((d_in, d_out) if transposed else (d_out, d_in)))
+    return S.mT if transposed else S
+
+
+def _dense(gradients: ParameterGradients) -> Iterator[tuple[slice, Float[Tensor, "n V P"]]]:
+    """The dense gradients, of a few examples at a time."""
+    use, _ = gradients.uses[0]
+    _, n, _, V, _ = use.b.shape
+    size = max(1, DENSE_BYTES // (V * gradients.spectrum.numel() * use.b.element_size()))
+    for start in range(0, n, size):
+        some = slice(start, start + size)
+        yield some, gradients.dense(some)
+
+
+def _of_slot(S: Float[Tensor, "Q P"], gradients: ParameterGradients) -> Float[Tensor, "Q p"]:
+    """The part of a tensor's vectors that belongs to one of its maps."""
+    p = gradients.spectrum.numel()
+    return S[:, gradients.slot * p : (gradients.slot + 1) * p]
+
+
+# --- queries, and the systems (H + P) S = ∇m ---
+
+
+def _query_gradients(
+    driver: Driver,
+    spectra: PosteriorPrecision,
+    queries: Iterable[Any],
+    measure: Callable[[Tensor, Tensor], Tensor],
+    progress: bool,
+) -> Iterator[Gradients]:
+    """The queries' gradients, as many at a time as `QUERY_BYTES` hold."""
+    of_query = sum(s.numel() * s.element_size() for _, s in spectra.values())
+    waiting: list[Gradients] = []
+    number = 0
+    for batch in each_batch(queries, "Query gradients", progress):
+        sink = _QueryGradients(spectra, measure)
+        driver.start(sink)
+        driver.add_all([batch], "Query gradients")
+        driver.finish()
+        waiting.append(sink.gradients_of)
+        number += len(next(iter(sink.gradients_of.values())))
+        if number * of_query >= QUERY_BYTES:
+            yield _joined(waiting)
+            waiting, number = [], 0
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(parts: list[Gradients]) -> Gradients:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _precondition(gradients: Gradients, spectra: PosteriorPrecision) -> Gradients:
+    """Solved by eigenvectors."""
+    solved = {}
+    for name, v in gradients.items():
+        eigen, spectrum = spectra[name]
+        solved[name] = eigen.power_matvec(v, spectrum, -1.0)
+    return solved
+
+
+class _ExactBlock:
+    """One block of H/(σ²T) + P over some tensors, from the stored rows of their gradients.
+
+    Args:
+        names: the tensors.
+        rows: of all training examples.
+        spectra: the EKFAC blocks of the tensors, which precondition.
+        delta: P of each tensor.
+        scale: 1/(σ²T).
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        rows: _Rows,
+        spectra: PosteriorPrecision,
+        delta: Mapping[str, float],
+        scale: float,
+    ) -> None:
+        self._names, self._spectra, self._delta, self._scale = names, spectra, delta, scale
+        batches = ([g for g in batch if g.name in names] for batch in rows.batches)
+        self._batches = [batch for batch in batches if batch]
+
+    def solve(self, gradients: Gradients) -> Gradients:
+        """The solutions for query gradients."""
+        b = torch.cat([gradients[name] for name in self._names], 1)
+        x = conjugate_gradients(self._matvec, self._precondition, b, ", ".join(self._names))
+        return self._split(x)
+
+    def _matvec(self, v: Tensor) -> Tensor:
+        parts = self._split(v)
+        result = {name: self._delta[name] * part for name, part in parts.items()}
+        for batch in self._batches:
+            products = _Products(batch)
+            c = self._scale * products.inner([_of_slot(parts[g.name], g) for g in batch])
+            for g, added in zip(batch, products.outer(c), strict=True):
+                _of_slot(result[g.name], g).add_(added)
+        return torch.cat([*result.values()], 1)
+
+    def _precondition(self, v: Tensor) -> Tensor:
+        return torch.cat([*_precondition(self._split(v), self._spectra).values()], 1)
+
+    def _split(self, v: Tensor) -> Gradients:
+        sizes = [self._spectra[name][0].numel for name in self._names]
+        return dict(zip(self._names, v.split(sizes, 1), strict=True))
+
+
+def conjugate_gradients(
+    matvec: Callable[[Tensor], Tensor],
+    precondition: Callable[[Tensor], Tensor],
+    b: Float[Tensor, "Q P"],
+    name: str = "the system",
+) -> Float[Tensor, "Q P"]:
+    """Solutions x of M x = b for each row, to a residual of √ε of b.
+
+    Args:
+        matvec: M v for rows v, M symmetric and positive definite.
+        precondition: an approximation of M⁻¹ v, symmetric and positive definite.
+        b: right-hand sides.
+        name: of the system, for the warning.
+    """
+    tolerance = torch.finfo(b.dtype).eps ** 0.5 * b.norm(dim=1)
+    x, r = torch.zeros_like(b), b.clone()
+    z = precondition(r)
+    p, rz = z, (r * z).sum(1, keepdim=True)
+    for _ in range(MOST_ITERATIONS):
+        active = r.norm(dim=1) > tolerance
+        if not active.any():
+            return x
+        q = matvec(p)
+        # Rows that are solved stay: their directions are zero, or would divide zero by zero.
+        alpha = torch.where(active[:, None], rz / (p * q).sum(1, keepdim=True), 0.0)
+        x, r = x + alpha * p, r - alpha * q
+        z = precondition(r)
+        before, rz = rz, (r * z).sum(1, keepdim=True)
+        p = z + torch.where(active[:, None], rz / before, 0.0) * p
+    worst = float((r.norm(dim=1) / b.norm(dim=1).clamp(min=1e-300)).max())
+    warnings.warn(
+        f"The conjugate gradients of {name} have a relative residual of {worst:.1e} after "
+        f"{MOST_ITERATIONS} iterations; scores are as inexact. A larger damping helps.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return x

@@ -1,0 +1,387 @@
+"""Influence against retrained networks, and against dense blocks from Jacobians."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+from kfac_backend import corrected_factors
+from kfac_backend.blocks.block import CorrectedBlock
+from marglik import Posterior, influence
+from marglik.attribution import influence as module
+from marglik.attribution.influence import conjugate_gradients
+from marglik.data import Batches
+from tests import oracles
+from tests.kfac_backend.block_checks import basis, batch_of, targets_of
+from tests.kfac_backend.layer_cases import CASES, case
+from tests.random_numbers import normal
+
+SIGMA, TEMPERATURE = 0.7, 1.3
+
+
+def fitted(model, x, likelihood="regression", **options):
+    """The posterior, a prior precision for each tensor, and the batch."""
+    batch = batch_of(x, targets_of(model(x).detach(), likelihood))
+    if likelihood == "regression":
+        options["sigma_noise"] = SIGMA
+    posterior = Posterior(
+        model, likelihood, kfac_approx="expand", temperature=TEMPERATURE, **options
+    )
+    posterior.fit([batch])
+    posterior.prior_precision = 0.3 + 0.1 * torch.arange(len(posterior.factors)).double()
+    return posterior, batch
+
+
+def gradients_of(posterior, x, cotangent):
+    """Σ over outputs of cotangent · Jacobian, (N, P) of each parameter, by Jacobians."""
+    values = dict(posterior.model.named_parameters())
+    parameters = {name: values[name].detach() for name in posterior.factors.blocks}
+    # Of a copy: functional_call leaves a layer with two names without its parameters.
+    model = deepcopy(posterior.model)
+    outputs = lambda p: functional_call(model, p, (x,))  # noqa: E731
+    jacobians = oracles.jacobian_of(outputs, parameters, oracles.packs(posterior.model))
+    N, v = len(cotangent), cotangent.flatten(1)
+    return {
+        name: torch.einsum("nt,ntp->np", v, J.reshape(N, v.shape[1], -1))
+        for name, J in jacobians.items()
+    }
+
+
+def scores_of(of_queries, of_train, precisions):
+    """Σ over blocks of g_q M⁻¹ g_n, from dense M; a block may have several tensors."""
+    total = torch.zeros(())
+    for names, M in precisions.items():
+        names = names.split()
+        queries, train = (torch.cat([g[n] for n in names], 1) for g in (of_queries, of_train))
+        total = total + queries @ torch.linalg.solve(M, train.T)
+    return total
+
+
+def dense_precisions(posterior, blocks, scale):
+    return {
+        name: scale * block + posterior.prior_precision[i] * torch.eye(len(block))
+        for i, (name, block) in enumerate(blocks.items())
+    }
+
+
+def relative(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def of_regression(name):
+    """A posterior of a case, the exact blocks, and the gradients of all losses at σ and T."""
+    model, x = case(name)
+    posterior, batch = fitted(model, x)
+    inputs = batch if isinstance(x, Mapping) else x
+    exact = oracles.ggn_blocks(model, lambda run: run(inputs), "regression")
+    f = model(x).detach()
+    y = batch["labels"] if isinstance(x, Mapping) else batch[1]
+    return posterior, batch, exact, gradients_of(posterior, inputs, f - y)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "no rule"])
+def test_exact_blocks_of_every_layer(name):
+    """By the dense GGN of each tensor: tied, packed, masked, padded, recurrent and all others."""
+    posterior, batch, exact, gradients = of_regression(name)
+    scale = 1 / (SIGMA**2 * TEMPERATURE)
+    of_queries = {name: g / SIGMA**2 for name, g in gradients.items()}
+    of_train = {name: g * scale for name, g in gradients.items()}
+    precisions = dense_precisions(posterior, exact, scale)
+    expected = scores_of(of_queries, of_train, precisions)
+    found = influence(posterior, [batch], [batch])
+    assert found.dtype == torch.float64
+    assert relative(found, expected) < 1e-7
+    # The control: without the curvature they are others.
+    flat = {name: torch.eye(len(M)).double() for name, M in precisions.items()}
+    assert relative(found, scores_of(of_queries, of_train, flat)) > 0.1
+
+
+KINDS = ("Linear, two shared axes", "Conv1d", "Embedding of grids", "language model", "attention")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_other_curvatures_and_blocks(name):
+    """K-FAC, EKFAC, whole modules, and each damping; all differ from each other."""
+    posterior, batch, exact, gradients = of_regression(name)
+    scale = 1 / (SIGMA**2 * TEMPERATURE)
+    of_queries = {name: g / SIGMA**2 for name, g in gradients.items()}
+    of_train = {name: g * scale for name, g in gradients.items()}
+    corrected = corrected_factors(posterior.factors, posterior.model, [batch])
+    dense = {
+        "exact": exact,
+        "kfac": {name: posterior.factors.to_dense(name) for name in exact},
+        "ekfac": {},
+    }
+    for block_name, block in corrected.blocks.items():
+        dense["ekfac"][block_name] = block.to_dense()
+        if isinstance(block, CorrectedBlock):
+            Q = basis(block)
+            of_exact = Q @ torch.diag((Q.T @ exact[block_name] @ Q).diag()) @ Q.T
+            assert_close(dense["ekfac"][block_name], of_exact)
+    results = []
+    for curvature, blocks in dense.items():
+        for damping in ("evidence", "relative", 0.4):
+            precisions = dense_precisions(posterior, blocks, scale)
+            if damping != "evidence":
+                for block_name in precisions:
+                    H = scale * blocks[block_name]
+                    own = 0.1 * H.trace() / len(H) if damping == "relative" else damping
+                    precisions[block_name] = H + own * torch.eye(len(H))
+            expected = scores_of(of_queries, of_train, precisions)
+            found = influence(posterior, [batch], [batch], curvature=curvature, damping=damping)
+            assert relative(found, expected) < 1e-6, (curvature, damping)
+            results.append(found)
+    distances = [relative(a, b) for i, a in enumerate(results) for b in results[:i]]
+    assert min(distances) > 1e-4
+
+
+def layer_blocks(posterior, inputs, hessians):
+    """The dense GGN over all tensors of each module, for loss Hessians (C, C) of all outputs."""
+    values = dict(posterior.model.named_parameters())
+    names = list(posterior.factors.blocks)
+    parameters = {name: values[name].detach() for name in names}
+    outputs = lambda p: functional_call(posterior.model, p, (inputs,))  # noqa: E731
+    J = oracles.jacobian_of(outputs, parameters, False)
+    N, C = hessians.shape[:2]
+    groups = {}
+    for name in names:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    blocks = {}
+    for group in groups.values():
+        rows = torch.cat([J[name].reshape(N, C, -1) for name in group], -1)
+        blocks[" ".join(group)] = torch.einsum("ncp,ncd,ndq->pq", rows, hessians, rows)
+    return blocks
+
+
+def images():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    )
+    return model.double().eval(), normal(6, 1, 3, 3)
+
+
+def classes():
+    """A posterior of a small network for classes, its batch, and the gradients by cotangent."""
+    model, x = images()
+    posterior, batch = fitted(model, x, "classification")
+    f = model(x).detach()
+    p = f.softmax(1)
+    return posterior, batch, f, p, torch.diag_embed(p) - p[:, :, None] * p[:, None]
+
+
+def test_blocks_of_modules():
+    """Weight and bias together, of classes; other batches of the same data change nothing."""
+    posterior, (x, y), f, p, hessians = classes()
+    cotangent = p - torch.nn.functional.one_hot(y, 3)
+    gradients = gradients_of(posterior, x, cotangent)
+    of_train = {name: g / TEMPERATURE for name, g in gradients.items()}
+    order = list(posterior.factors.blocks)
+    precisions = {}
+    for names, block in layer_blocks(posterior, x, hessians).items():
+        delta = [
+            posterior.prior_precision[order.index(n)].expand(gradients[n].shape[1])
+            for n in names.split()
+        ]
+        precisions[names] = block / TEMPERATURE + torch.diag(torch.cat(delta))
+    expected = scores_of(gradients, of_train, precisions)
+    found = influence(posterior, [(x, y)], [(x, y)], blocks="layer")
+    assert relative(found, expected) < 1e-7
+    tensors = influence(posterior, [(x, y)], [(x, y)])
+    assert relative(tensors, expected) > 0.02
+    parts = DataLoader(TensorDataset(x, y), 4)
+    again = influence(posterior, parts, [(x[:1], y[:1]), (x[1:], y[1:])], blocks="layer")
+    assert relative(again, expected) < 1e-7
+
+
+def test_measurements():
+    posterior, (x, y), f, p, _ = classes()
+    rows, hot = torch.arange(6), torch.nn.functional.one_hot(y, 3).double()
+    others = f.masked_fill(hot.bool(), -torch.inf)
+    runner_up = torch.nn.functional.one_hot(others.argmax(1), 3)
+    cotangents = {
+        "loss": p - hot,
+        "margin": hot - runner_up,
+        "log_odds": hot - others.softmax(1),
+        lambda f, y: f[:, 0].square(): 2 * f[:, :1] * torch.tensor([1.0, 0, 0]),
+    }
+    of_train = gradients_of(posterior, x, (p - hot) / TEMPERATURE)
+    exact = oracles.ggn_blocks(posterior.model, lambda run: run(x), "classification")
+    precisions = dense_precisions(posterior, exact, 1 / TEMPERATURE)
+    results = []
+    for measurement, cotangent in cotangents.items():
+        expected = scores_of(gradients_of(posterior, x, cotangent), of_train, precisions)
+        found = influence(posterior, [(x, y)], [(x, y)], measurement=measurement)
+        assert relative(found, expected) < 1e-6, measurement
+        results.append(found)
+    # log p/(1 − p) of the label is log_odds; and the margin is neither.
+    assert_close((p[rows, y] / (1 - p[rows, y])).log(), f[rows, y] - others.logsumexp(1))
+    assert relative(results[1], results[2]) > 0.01
+    with pytest.raises(ValueError, match=r"shape \(6, 3\); one number for each query \(6,\)"):
+        influence(posterior, [(x, y)], [(x, y)], measurement=lambda f, y: f)
+    with pytest.raises(ValueError, match="measurement='margins' is not supported"):
+        influence(posterior, [(x, y)], [(x, y)], measurement="margins")
+
+
+def test_several_terms_of_which_some_do_not_count():
+    """Tokens: an example's loss is the sum over those that count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Tanh(), nn.Linear(3, 4)).double()
+    x = torch.tensor([[0, 1, 2], [3, 3, 1], [2, 0, 1], [1, 1, 1]])
+    y = torch.tensor([[1, 2, -100], [3, -100, -100], [0, 1, 2], [1, 3, 0]])
+    posterior = Posterior(
+        model, "classification", kfac_approx="expand", prior_precision=0.5, ignore_index=-100
+    )
+    posterior.fit([(x, y)])
+    f = model(x).detach()
+    hot = torch.nn.functional.one_hot(y.clamp(min=0), 4)
+    cotangent = (f.softmax(-1) - hot) * (y >= 0)[..., None]
+    gradients = gradients_of(posterior, x, cotangent)
+    exact = oracles.ggn_blocks(model, lambda run: run(x), "classification", y < 0)
+    precisions = {name: H + 0.5 * torch.eye(len(H)) for name, H in exact.items()}
+    found = influence(posterior, [(x, y)], [(x, y)])
+    assert relative(found, scores_of(gradients, gradients, precisions)) < 1e-7
+    with pytest.raises(ValueError, match=r"outputs \(N, C\)"):
+        influence(posterior, [(x, y)], [(x, y)], measurement="margin")
+
+
+def test_leaving_one_out_of_a_quadratic_loss():
+    """Retrained in closed form: the change of an output is τ / (1 − h), with the leverage h."""
+    N, x = 12, normal(12, 3)
+    y = x @ normal(3, 1, seed=2) + 0.3 * normal(12, 1, seed=3) + 1
+    X, delta = torch.cat([x, torch.ones(N, 1)], 1), torch.tensor([0.6, 0.6, 0.6, 0.2]).double()
+
+    def solution(rows):
+        H = X[rows].T @ X[rows] / SIGMA**2 + torch.diag(delta)
+        return torch.linalg.solve(H, X[rows].T @ y[rows] / SIGMA**2), H
+
+    every = torch.arange(N)
+    theta, H = solution(every)
+    model = nn.Linear(3, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(theta[:3].T)
+        model.bias.copy_(theta[3])
+    posterior = Posterior(model, "regression", sigma_noise=SIGMA)
+    posterior.fit([(x, y)])
+    posterior.prior_precision = torch.tensor([0.6, 0.2])
+    queries = normal(5, 3, seed=5)
+    of_queries = torch.cat([queries, torch.ones(5, 1)], 1)
+    changes = torch.stack(
+        [(of_queries @ (solution(every[every != n])[0] - theta))[:, 0] for n in range(N)], 1
+    )
+    batch = [(queries, torch.zeros(5, 1))]
+    output = lambda f, y: f[:, 0]  # noqa: E731
+    tau = influence(posterior, batch, [(x, y)], measurement=output, blocks="layer")
+    leverage = (X @ torch.linalg.inv(H) * X).sum(1) / SIGMA**2
+    assert_close(tau / (1 - leverage), changes, rtol=1e-6, atol=1e-9)
+    # The controls: weight and bias apart, and another damping.
+    by_tensor = influence(posterior, batch, [(x, y)], measurement=output)
+    assert relative(by_tensor / (1 - leverage), changes) > 0.02
+    damped = influence(posterior, batch, [(x, y)], measurement=output, blocks="layer", damping=5.0)
+    assert relative(damped / (1 - leverage), changes) > 0.1
+
+
+def test_weighing_one_less_in_logistic_regression():
+    """The derivative of the trained loss in an example's weight, by Newton's method in float64."""
+    N, x = 10, normal(10, 2)
+    y = (x[:, 0] + 0.5 * normal(10, 1, seed=4)[:, 0] > 0).long()
+    queries, labels = normal(4, 2, seed=6), torch.tensor([0, 1, 1, 0])
+    delta = 0.4
+
+    def trained(weights):
+        theta = torch.zeros(6, dtype=torch.float64)  # W (2, 2), then the bias
+        f = lambda t, x: x @ t[:4].view(2, 2).T + t[4:]  # noqa: E731
+
+        def objective(t):
+            losses = nn.functional.cross_entropy(f(t, x), y, reduction="none")
+            return weights @ losses + 0.5 * delta * t @ t
+
+        for _ in range(30):
+            step = torch.func.grad(objective)(theta)
+            theta = theta - torch.linalg.solve(torch.func.hessian(objective)(theta), step)
+        losses = nn.functional.cross_entropy(f(theta, queries), labels, reduction="none")
+        return theta, losses
+
+    theta, losses = trained(torch.ones(N).double())
+    model = nn.Linear(2, 2).double()
+    with torch.no_grad():
+        model.weight.copy_(theta[:4].view(2, 2))
+        model.bias.copy_(theta[4:])
+    posterior = Posterior(model, "classification", prior_precision=delta)
+    posterior.fit([(x, y)])
+    tau = influence(posterior, [(queries, labels)], [(x, y)], blocks="layer")
+    step = 1e-4
+    for n in range(N):
+        less, more = (
+            trained(torch.ones(N).double().index_fill(0, torch.tensor([n]), 1 - change))[1]
+            for change in (step, -step)
+        )
+        assert_close(tau[:, n], (less - more) / (2 * step), rtol=1e-5, atol=1e-8)
+    # To leave it out altogether is another thing, in the same direction.
+    out = torch.stack([trained(torch.ones(N).double() - torch.eye(N)[n])[1] for n in range(N)], 1)
+    assert 0.005 < relative(tau, out - losses[:, None]) < 0.5
+
+
+def test_sizes_of_parts_change_nothing(monkeypatch):
+    posterior, (x, y), *_ = classes()
+    data = DataLoader(TensorDataset(x, y), 2)
+    for curvature in ("exact", "ekfac"):
+        expected = influence(posterior, [(x, y)], [(x, y)], curvature=curvature)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "QUERY_BYTES", 1)
+            patch.setattr(module, "DENSE_BYTES", 1)
+            found = influence(posterior, data, data, curvature=curvature)
+        assert relative(found, expected) < 1e-7
+    monkeypatch.setattr(module, "ROW_BYTES", 100)
+    with pytest.raises(MemoryError, match="pass curvature='ekfac'"):
+        influence(posterior, [(x, y)], [(x, y)])
+
+
+def test_refusals():
+    posterior, (x, y), *_ = classes()
+    data = [(x, y)]
+    shuffled = DataLoader(TensorDataset(x, y), 2, shuffle=True)
+    for wrong in (shuffled, Batches(x, y, 2, shuffle=True)):
+        with pytest.raises(ValueError, match="shuffle=False"):
+            influence(posterior, data, wrong)
+    with pytest.raises(TypeError, match="can be read only once"):
+        influence(posterior, data, iter(data))
+    with pytest.raises(ValueError, match="saw 4 examples, the factors are of 6"):
+        influence(posterior, data, [(x[:4], y[:4])])
+    with pytest.raises(ValueError, match="for curvature 'exact'"):
+        influence(posterior, data, data, curvature="kfac", blocks="layer")
+    for option in ({"curvature": "full"}, {"blocks": "all"}, {"damping": "none"}):
+        with pytest.raises(ValueError, match="is not supported; choose one of"):
+            influence(posterior, data, data, **option)
+    with pytest.raises(ValueError, match="damping must be positive"):
+        influence(posterior, data, data, damping=0.0)
+    with pytest.raises(ValueError, match="no query"):
+        influence(posterior, [], data)
+    model, inputs = case("no rule")
+    batch = batch_of(inputs, targets_of(model(inputs).detach()))
+    diagonal = Posterior(model, "classification", unsupported="diagonal")
+    diagonal.fit([batch])
+    with pytest.raises(NotImplementedError, match="'layer.weight' has no K-FAC rule"):
+        influence(diagonal, [batch], [batch])
+    with torch.no_grad():
+        posterior.model[0].bias.add_(1.0)
+    with pytest.raises(ValueError, match="no longer has the weights"):
+        influence(posterior, data, data)
+
+
+def test_conjugate_gradients_solve_and_say_when_they_do_not(monkeypatch):
+    root = normal(6, 6)
+    M = root @ root.T + torch.diag(10.0 ** torch.arange(-3, 3))
+    b = normal(3, 6, seed=1)
+    b[1] = 0
+    x = conjugate_gradients(lambda v: v @ M, lambda v: v / M.diagonal(), b)
+    assert_close(x, torch.linalg.solve(M, b.T).T, rtol=1e-4, atol=1e-6)
+    monkeypatch.setattr(module, "MOST_ITERATIONS", 2)
+    with pytest.warns(RuntimeWarning, match="relative residual of"):
+        worse = conjugate_gradients(lambda v: v @ M, lambda v: v, b)
+    assert not torch.allclose(worse, x, rtol=1e-2)
