@@ -41,7 +41,7 @@ CASES = {
     "mean": ("classification", F.cross_entropy, {}, None),
     "sum": (
         "classification", lambda f, y: F.cross_entropy(f, y, reduction="sum"), {},
-        'is 8 times that .*reduction="sum". Take the mean',
+        'is 8 times the gradient .*reduction="sum". Take the mean',
     ),
     "smoothing": (
         "classification", lambda f, y: F.cross_entropy(f, y, label_smoothing=0.1), {},
