@@ -124,6 +124,15 @@ def every_step(method):
     )
 
 
+def control_of_images():
+    """Seeds of the shorter schedule that reach the target, their last accuracy, and the target."""
+    target = target_of(result("vision_transformer_training/cifar10_nadamw_seeds"))
+    curves = result("vision_transformer_training/cifar10_nadamw_short_seeds")["curves"]
+    reached = sum(settled_at(c, "accuracy", target) is not None for c in curves)
+    last = mean_with_error([c["accuracy"][-1] for c in curves], "{:.4f}")
+    return f"{reached} of {len(curves)} seeds; last accuracy {last}, the target is {target:.4f}"
+
+
 def chosen(name):
     """Learning rate and damping of a method's seeds, as the page shows them."""
     candidate = result(f"{name}_seeds")["curves"][0]["candidate"]
@@ -240,6 +249,7 @@ def numbers():
             f"last accuracy {x[1]} and {z[1]}, the target is {x[2]}",
         ],
         "Figure 5, time": [f"a step takes {x[3]} (expand) and {z[3]} (reduce) times"],
+        "Section 4: the control of figure 4": [control_of_images()],
         "Figure 4, expand": [f"{E[2]} ({E[1]}), reached by {E[0]}"],
         "Figure 4, reduce": [f"{R[2]} ({R[1]}), reached by {R[0]}"],
         "Figure 4: both": [f"{E[3]} and {R[3]}"],
