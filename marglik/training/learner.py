@@ -110,7 +110,8 @@ class PriorLearner:
             held_out: batches that the network is not trained on, from which the share of wrong
                 labels is learned: read at the start, to be checked, and after each of the last
                 third of the epochs; with several ranks this rank's part of each. None looks for it
-                in the training labels, which show less.
+                in the training labels, which show less. With `DecayPolicy.corrected` they are read
+                at each update, too, and correct the decays of classifiers.
             hooks: "gradients" where the caller ends the epochs, "none" where it adds the prior's
                 gradient, too, by the functions of `marglik.training.algorithm`.
 

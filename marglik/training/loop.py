@@ -136,7 +136,7 @@ class OnlineTraining:
             `marglik.averaging_schedule`. None keeps the rate.
         curvature_loader: data of the curvature pass; None takes the training loader.
         held_out: batches that the network is not trained on, from which the share of wrong labels
-            is learned, see `PriorLearner.start`.
+            is learned, or which correct the decays, see `PriorLearner.start`.
         fabric: devices and precision, launched; None takes the model's device, in full precision.
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
         on_record: called with the record of each epoch and each update when it is made; after a
