@@ -181,6 +181,7 @@ def at_256(mode):
     return large + (large - small) / (128 - 32) * (256 - 128)
 
 
+MODES = ("expand", "reduce")
 BATCHES = (128, 256, 512, 1024, 2048)
 CPU, GPU = "bench_curvature_cpu/batch_128", "bench_curvature_cuda/update_50000"
 LINEAR, POOLED = "deep linear network", "convolution, average pooling, linear layer"
@@ -210,6 +211,9 @@ def numbers():
     accuracy = of_table2("accuracy", "plain", 100), of_table2("accuracy", "augmented", 100)
     e, r = graph("expand"), graph("reduce")
     c, E, R = graph("nesterov short"), images("expand"), images("reduce")
+    passes = result("language_model_pass/gpt_cpu")
+    of_gpt = {mode: mean_with_error(passes["seconds"][mode], "{:.2f}") for mode in MODES}
+    of_gpt["percent"] = mean_with_error(passes["percent"], "{:.1f}")
     x, z = every_step("expand"), every_step("reduce")
     last, first = ("block 2, query", "block 1, query")
     return {
@@ -235,6 +239,8 @@ def numbers():
             f"{step(2048, 'reduce'):.2f} s and {step(1024, 'expand'):.2f} s"
         ],
         "Section 4.1: the same on a GPU": [f"{100 * min(gpt):.0f} % to {100 * max(gpt):.0f} %"],
+        "Section 4.1 and table 4": ["{} % ± {} %".format(*of_gpt["percent"].split(" ± "))],
+        "Table 4": [f"{of_gpt['expand']} (expand) and {of_gpt['reduce']} (reduce)"],
         "Abstract: both modes": [
             f"ViT {E[2]} (expand) and {R[2]} (reduce)",
             f"graph network {e[2]} ({e[0]} seeds) and {r[2]}",
