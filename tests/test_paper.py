@@ -124,6 +124,15 @@ def every_step(method):
     )
 
 
+def control_of_images():
+    """Seeds of the shorter schedule that reach the target, their last accuracy, and the target."""
+    target = target_of(result("vision_transformer_training/cifar10_nadamw_seeds"))
+    curves = result("vision_transformer_training/cifar10_nadamw_short_seeds")["curves"]
+    reached = sum(settled_at(c, "accuracy", target) is not None for c in curves)
+    last = mean_with_error([c["accuracy"][-1] for c in curves], "{:.4f}")
+    return f"{reached} of {len(curves)} seeds; last accuracy {last}, the target is {target:.4f}"
+
+
 def chosen(name):
     """Learning rate and damping of a method's seeds, as the page shows them."""
     candidate = result(f"{name}_seeds")["curves"][0]["candidate"]
@@ -172,6 +181,7 @@ def at_256(mode):
     return large + (large - small) / (128 - 32) * (256 - 128)
 
 
+MODES = ("expand", "reduce")
 BATCHES = (128, 256, 512, 1024, 2048)
 CPU, GPU = "bench_curvature_cpu/batch_128", "bench_curvature_cuda/update_50000"
 LINEAR, POOLED = "deep linear network", "convolution, average pooling, linear layer"
@@ -201,6 +211,9 @@ def numbers():
     accuracy = of_table2("accuracy", "plain", 100), of_table2("accuracy", "augmented", 100)
     e, r = graph("expand"), graph("reduce")
     c, E, R = graph("nesterov short"), images("expand"), images("reduce")
+    passes = result("language_model_pass/gpt_cpu")
+    of_gpt = {mode: mean_with_error(passes["seconds"][mode], "{:.2f}") for mode in MODES}
+    of_gpt["percent"] = mean_with_error(passes["percent"], "{:.1f}")
     x, z = every_step("expand"), every_step("reduce")
     last, first = ("block 2, query", "block 1, query")
     return {
@@ -226,6 +239,8 @@ def numbers():
             f"{step(2048, 'reduce'):.2f} s and {step(1024, 'expand'):.2f} s"
         ],
         "Section 4.1: the same on a GPU": [f"{100 * min(gpt):.0f} % to {100 * max(gpt):.0f} %"],
+        "Section 4.1 and table 4": ["{} % ± {} %".format(*of_gpt["percent"].split(" ± "))],
+        "Table 4": [f"{of_gpt['expand']} (expand) and {of_gpt['reduce']} (reduce)"],
         "Abstract: both modes": [
             f"ViT {E[2]} (expand) and {R[2]} (reduce)",
             f"graph network {e[2]} ({e[0]} seeds) and {r[2]}",
@@ -240,6 +255,7 @@ def numbers():
             f"last accuracy {x[1]} and {z[1]}, the target is {x[2]}",
         ],
         "Figure 5, time": [f"a step takes {x[3]} (expand) and {z[3]} (reduce) times"],
+        "Section 4: the control of figure 4": [control_of_images()],
         "Figure 4, expand": [f"{E[2]} ({E[1]}), reached by {E[0]}"],
         "Figure 4, reduce": [f"{R[2]} ({R[1]}), reached by {R[0]}"],
         "Figure 4: both": [f"{E[3]} and {R[3]}"],

@@ -112,7 +112,8 @@ class PriorLearner:
             held_out: held-out batches, from which the share of wrong labels is learned. They are
                 read at the start, as a check, and after each of the last third of the epochs; with
                 several ranks this rank's part of each. None estimates the share from the training
-                labels, which is less accurate.
+                labels, which is less accurate. With `DecayPolicy.corrected` they are also read at
+                each update, and correct the weight decays of classifiers.
             hooks: "gradients" if the caller ends the epochs; "none" if it also adds the prior's
                 gradient, with the functions of `marglik.training.algorithm`.
 

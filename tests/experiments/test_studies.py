@@ -68,6 +68,7 @@ TABLES = {
     "fits": ("speed.fits",),
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
     "label_noise": ("labels.label_noise",),
+    "language_model_pass": ("speed.language_model_pass",),
     "large_classes": ("speed.large_classes",),
     "held_out_labels": ("weight_decay.held_out_labels",),
     "late_fit": ("weight_decay.late_fit",),
