@@ -209,8 +209,14 @@ def functional_is_module(case: Case) -> None:
         return layer if layer.use == "twice" else replace(layer, use="module", bias=bias)
 
     layers = tuple(map(plain, case.net.layers))
-    expected = factors_of(replace(case, net=replace(case.net, layers=layers)).build())
-    same_factors(factors_of(case.build()), expected)
+    made, expected = case.build(), replace(case, net=replace(case.net, layers=layers)).build()
+    if any(layer.use == "functional" for layer in case.net.layers):
+        trained = {name: p.requires_grad for name, p in made.model.named_parameters()}
+        for name in filter(trained.get, trained):
+            weight = name.removesuffix("bias") + "weight"
+            if name.endswith(".bias") and not trained.get(weight, True):
+                raise Refused(f"'{name}' has its exact block, since the weight beside it is frozen")
+    same_factors(factors_of(made), factors_of(expected))
 
 
 @relation(8, approx=("auto",), batches=TWO)
