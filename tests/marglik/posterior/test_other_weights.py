@@ -271,7 +271,7 @@ def test_a_network_in_another_dtype_is_named(structure):
     J, expected = la.jacobians(x)[0].float(), la(x)
     la.model.float()
     x = x.float()
-    message = "Sequential is in torch.float32 .'.*'., .* in torch.float64. Convert both by"
+    message = "Sequential is in torch.float32 .'.*'., .* in torch.float64. Convert both with"
     for call in (
         lambda: la(x),
         lambda: la(x, pred_type="nn"),
