@@ -75,14 +75,18 @@ def generator():
 
 
 def test_generated_pages_are_current(generator):
-    """`make pages` writes them; later Pythons print options and types in another form."""
-    texts = dict(generator.generated())
-    assert {path.suffix for path in texts} == {".md", ".ipynb"}
-    present = {*(ROOT / "examples/notebooks").glob("*"), *(DOCS / "api").glob("*.md")}
-    assert present <= set(texts)
-    for path, text in texts.items():
-        if path.name != "command-line.md" or sys.version_info[:2] == (3, 11):
-            assert path.read_text() == text, f"{path.name} is out of date: run `make pages`"
+    """`make pages` writes them; later Pythons print options and types in another form.
+
+    A process of its own makes them, since the help lists all subclasses that are imported.
+    """
+    command = [sys.executable, generator.__file__, "--list"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    outdated = set(result.stdout.split())
+    if sys.version_info[:2] != (3, 11):
+        outdated -= {"docs/command-line.md"}
+    assert not outdated, "run `make pages`"
+    examples = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert {path.stem for path in (ROOT / "examples/notebooks").glob("*")} == examples
 
 
 def test_the_reference_shows_signatures_arguments_and_members(generator):

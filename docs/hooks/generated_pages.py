@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: ``make pages``.
+"""Write the generated parts of the documentation: ``make pages``. With ``--list``, list the old ones.
 
 A page marks where a part begins, and the part ends at the next mark or heading of level 1 or 2:
 
@@ -11,6 +11,7 @@ A page marks where a part begins, and the part ends at the next mark or heading 
 import io
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from functools import cache
@@ -156,14 +157,15 @@ def _code(expression: Any) -> str:
     return text if '"' in text else text.replace("'", '"')
 
 
-def write() -> None:
-    """Write each generated file that has changed."""
+def update(only_list: bool) -> None:
+    """Write each generated file that has changed, and print its name."""
     for path, text in generated():
         if not path.exists() or path.read_text() != text:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
             print(path.relative_to(ROOT))
+            if not only_list:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
 
 
 if __name__ == "__main__":
-    write()
+    update(only_list="--list" in sys.argv)

@@ -118,7 +118,7 @@ def test_refused_with_the_way_out(case):
     [
         ([], ValueError, "The data is empty"),
         ([X[0]], TypeError, r"expected \(x, y\)"),
-        ([(X, Y), (X, 1)], TypeError, "the data int as targets"),
+        ([(X, Y), (X, 1)], TypeError, "the targets are int, .*both must be tensors"),
     ],
 )
 def test_data_of_no_batches(data, error, match):

@@ -182,7 +182,7 @@ def test_the_evidence_of_laplace_torch_needs_no_eigenvectors(monkeypatch):
 
 @pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
 def test_options_of_the_pass_reach_it(backend):
-    with pytest.raises(ValueError, match="backward_precision='tf32' does nothing on device 'cpu'"):
+    with pytest.raises(ValueError, match="backward_precision='tf32' has no effect on device 'cpu'"):
         backend(network(), "classification", backward_precision="tf32").kron(
             torch.randn(2, 2, 4, 4).double(), torch.tensor([0, 1]), N=2
         )

@@ -351,7 +351,7 @@ def test_refusals():
             influence(posterior, data, wrong)
     with pytest.raises(TypeError, match="can be read only once"):
         influence(posterior, data, iter(data))
-    with pytest.raises(ValueError, match="saw 4 examples, the factors are of 6"):
+    with pytest.raises(ValueError, match="read 4 examples, but the factors are computed from 6"):
         influence(posterior, data, [(x[:4], y[:4])])
     with pytest.raises(ValueError, match="for curvature 'exact'"):
         influence(posterior, data, data, curvature="kfac", blocks="layer")

@@ -104,10 +104,10 @@ def test_mlp_equals_its_formula(activation, function):
 
 
 BAD = [
-    (WideResNetFixup, {"depth": 15}, "depth=15: .*6 n \\+ 4"),
+    (WideResNetFixup, {"depth": 15}, "depth=15 .*6 n \\+ 4"),
     (WideResNetFixup, {"widen_factor": 0}, "widen_factor must be positive, not 0"),
     (LeNet, {"num_classes": 2}, "in_channels=None, image_size=None: pass all"),
-    (LeNet, {"num_classes": 2, "in_channels": 1, "image_size": 3}, "=3: .* at least 4"),
+    (LeNet, {"num_classes": 2, "in_channels": 1, "image_size": 3}, "=3 .* at least 4"),
     (
         LeNet,
         {"num_classes": 0, "in_channels": 1, "image_size": 8},

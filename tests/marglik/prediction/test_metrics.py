@@ -245,7 +245,7 @@ def half(*shape):
 WRONG = [
     (classification, (half(0, 3), torch.zeros(0).long()), ValueError, "at least one example"),
     (classification, (half(2, 2), torch.tensor([0, 11])), ValueError, "include 11; .* 0 to 1"),
-    (classification, (half(2, 2), half(2)), TypeError, "float32; .* class indices"),
+    (classification, (half(2, 2), half(2)), TypeError, "float32. .* class indices"),
     (classification, (half(2, 2), torch.tensor([0])), ValueError, r"\(2, 2\), targets \(1,\)"),
     (classification, (torch.tensor([[3.0, -2.0]]), torch.tensor([0])), ValueError, "include 3; "),
     (bernoulli, (half(1, 2), 0.6 * half(1, 2)), ValueError, "include 0.3; expected 0 or 1"),

@@ -109,7 +109,7 @@ def test_metrics_are_those_of_the_target_itself(houses, capsys):
     page = " ".join((run / "report.html").read_text().split())
     assert f">{rmse:,.0f}<" in page and f">{nll.mean():.4f}<" in page
     assert "unit of the target, lower is better" in page
-    assert "Evidence and loss are of the target as it was standardised for training" in page
+    assert "Evidence and loss refer to the standardised target of the training" in page
     assert f"by mean {y_train.mean():,.0f} and standard deviation {std:,.0f}" in page
 
 
