@@ -1,4 +1,6 @@
-"""Write the generated parts of the documentation: ``make pages``. With ``--list``, list the old ones.
+"""Write the generated parts of the documentation: ``make pages``.
+
+With ``--list``, only list the files that are out of date.
 
 A page marks where a part begins, and the part ends at the next mark or heading of level 1 or 2:
 

