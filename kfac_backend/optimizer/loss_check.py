@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kfac_backend.engine.task import Task
-from kfac_backend.likelihoods import IGNORED, Likelihood
+from kfac_backend.likelihoods import IGNORED, Likelihood, Ordinal
 from kfac_backend.precision import at_least_float32
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 0.001, torch.float64: 0.001}
@@ -79,7 +79,7 @@ class LossCheck:
             self._task.check(f.detach(), y)
             self._checked_shape = f.shape[1:]
         if not self._is_compared:
-            if likelihood.kind == "classes":
+            if likelihood.kind == "classes" and not isinstance(likelihood, Ordinal):
                 check_axis(f, g)
             why = why_not(f, g, likelihood, self.loss_mean_over == "examples")
             self._is_compared = why is not None

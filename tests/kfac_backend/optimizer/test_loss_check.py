@@ -153,6 +153,17 @@ def test_classes_on_the_second_axis_are_refused(fisher, width):
         preconditioner.detach()
 
 
+def test_one_output_of_an_ordinal_likelihood_has_no_axis_of_classes():
+    """Its gradient may sum to zero over positions."""
+    model, x = randomize(nn.Linear(3, 1)), normal(2, 2, 3)
+    preconditioner = KfacPreconditioner(model, "ordinal(cuts=[0.0])")
+    f = model(x)
+    (f * torch.tensor([1.0, -1.0])[:, None]).mean().backward()
+    with pytest.raises(ValueError, match="classes are second"):  # the negative control
+        loss_check.check_axis(f, torch.tensor([1.0, -1.0])[:, None].expand_as(f))
+    preconditioner.detach()
+
+
 class Last(nn.Module):
     def forward(self, f):
         return f.movedim(1, -1)
