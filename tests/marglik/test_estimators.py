@@ -203,9 +203,8 @@ def test_mapie_makes_intervals_and_sets_of_estimators_and_of_any_posterior():
     class Probabilities(ClassifierMixin, BaseEstimator):
         """A posterior's predictive for scikit-learn."""
 
-        classes_ = np.arange(2)
-
         def fit(self, X, y):
+            self.classes_ = np.arange(2)
             return self
 
         def predict_proba(self, X):
@@ -218,8 +217,9 @@ def test_mapie_makes_intervals_and_sets_of_estimators_and_of_any_posterior():
     posterior = Posterior(torch.nn.Linear(2, 2).double(), "classification")
     posterior.fit([(torch.tensor(X[:100]), torch.tensor(labels[:100]))])
     predict = laplace_predictive(posterior)
-    conformal = classification.SplitConformalClassifier(Probabilities(), confidence_level=0.9)
+    classifier = Probabilities().fit(X, labels)
+    conformal = classification.SplitConformalClassifier(classifier, confidence_level=0.9)
     _, sets = conformal.conformalize(X[100:179], labels[100:179]).predict_set(X[179:])
-    probabilities = Probabilities().predict_proba(X[100:179])[range(79), labels[100:179]]
+    probabilities = classifier.predict_proba(X[100:179])[range(79), labels[100:179]]
     threshold = np.sort(1 - probabilities)[int(np.ceil(80 * 0.9)) - 1]
-    assert (sets[:, :, 0] == (Probabilities().predict_proba(X[179:]) >= 1 - threshold)).all()
+    assert (sets[:, :, 0] == (classifier.predict_proba(X[179:]) >= 1 - threshold)).all()
