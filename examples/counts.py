@@ -19,7 +19,6 @@ from kfac_backend.likelihoods import likelihood_of
 from marglik import (
     OnlineTraining,
     PriorLearner,
-    averaging_schedule,
     compute_metrics,
     laplace_predictive,
     map_predictive,
@@ -56,8 +55,7 @@ def network():
 model = network()
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 learner = PriorLearner("negative_binomial", epochs=EPOCHS)
-rate = averaging_schedule(optimizer, EPOCHS * len(loader))
-posterior = OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
+posterior = OnlineTraining(model, optimizer, loader, learner).run().laplace
 learned = posterior.likelihood
 print(f"{learned}; the data has r=2")
 

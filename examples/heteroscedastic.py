@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik import (
     OnlineTraining,
     PriorLearner,
-    averaging_schedule,
     compute_metrics,
     laplace_predictive,
     predict_all,
@@ -49,8 +48,7 @@ def trained(likelihood, outputs):
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, outputs))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     learner = PriorLearner(likelihood, epochs=200)
-    rate = averaging_schedule(optimizer, 200 * len(loader))
-    return OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
+    return OnlineTraining(model, optimizer, loader, learner).run().laplace
 
 
 posteriors = {

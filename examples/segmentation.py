@@ -20,7 +20,6 @@ from marglik import (
     OnlineTraining,
     PredictiveConfig,
     PriorLearner,
-    averaging_schedule,
     calibrate,
     compute_metrics,
     map_predictive,
@@ -77,8 +76,7 @@ EPOCHS = 150
 model = UNet()
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 learner = PriorLearner("classification", CurvatureOptions(fisher="mc"), epochs=EPOCHS, updates=4)
-rate = averaging_schedule(optimizer, EPOCHS * len(loader))
-training = OnlineTraining(model, optimizer, loader, learner, scheduler=rate)
+training = OnlineTraining(model, optimizer, loader, learner)
 posterior = training.run().laplace
 for name, decay in zip(
     dict(model.named_parameters()), training.learner.weight_decays(), strict=True

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik import (
     OnlineTraining,
     PriorLearner,
-    averaging_schedule,
     compute_metrics,
     laplace_predictive,
     predict_all,
@@ -57,8 +56,7 @@ def trained(likelihood, targets):
     loader = DataLoader(TensorDataset(x, targets), batch_size=100, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     learner = PriorLearner(likelihood, epochs=100)
-    rate = averaging_schedule(optimizer, 100 * len(loader))
-    return OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
+    return OnlineTraining(model, optimizer, loader, learner).run().laplace
 
 
 posterior, plain = trained("weibull", y), trained("regression", y[:, :1].log())

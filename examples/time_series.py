@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik import (
     OnlineTraining,
     PriorLearner,
-    averaging_schedule,
     calibrate,
     compute_metrics,
     map_predictive,
@@ -59,8 +58,7 @@ class Forecast(nn.Module):
 model = Forecast()
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 learner = PriorLearner("regression", epochs=EPOCHS)
-rate = averaging_schedule(optimizer, EPOCHS * len(loader))
-posterior = OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run().laplace
+posterior = OnlineTraining(model, optimizer, loader, learner).run().laplace
 
 torch.manual_seed(0)
 plain = Forecast()

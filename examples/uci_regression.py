@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik import (
     OnlineTraining,
     PriorLearner,
-    averaging_schedule,
     compute_metrics,
     laplace_predictive,
     map_predictive,
@@ -57,13 +56,7 @@ optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 learner = PriorLearner(
     "regression", weight_decay=1 / len(x), method="mackay", steps=1, epochs=epochs
 )
-training = OnlineTraining(
-    model,
-    optimizer,
-    loader,
-    learner,
-    scheduler=averaging_schedule(optimizer, epochs * len(loader)),
-)
+training = OnlineTraining(model, optimizer, loader, learner)
 posterior = training.run().laplace
 print(f"σ = {posterior.sigma_noise.item():.3f} of the standardised targets")
 print("weight decays:", *(f"{decay:.1e}" for decay in learner.weight_decays()))

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from marglik.training.loop import OnlineResult as OnlineResult
     from marglik.training.loop import OnlineTraining as OnlineTraining
     from marglik.training.schedule import Schedule as Schedule
-    from marglik.training.schedule import averaging_schedule as averaging_schedule
     from marglik.training.state import LearnerOptions as LearnerOptions
 
 _MODULES = {
@@ -68,7 +67,6 @@ _MODULES = {
     "Schedule": "training.schedule",
     "SuspiciousLabels": "prediction.suspicious_labels",
     "acquire": "prediction.acquisition",
-    "averaging_schedule": "training.schedule",
     "calibrate": "prediction.calibration",
     "compute_metrics": "prediction.metrics",
     "laplace_predictive": "prediction.predictive",

@@ -27,7 +27,6 @@ from marglik.prediction.predictive import Predictive, laplace_predictive, map_pr
 from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
-from marglik.training.schedule import averaging_schedule
 
 with extra("tables"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -127,11 +126,10 @@ class Estimator(BaseEstimator):
             self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs,
             policy=DecayPolicy.corrected() if self.correct_decays else DecayPolicy(),
         )  # fmt: skip
-        rate = averaging_schedule(optimizer, self.epochs * len(batches))
         held_out = [(x[validation], y[validation])] if len(validation) else None
         with _seeded(seed):  # of dropout
             result = OnlineTraining(
-                self.model_, optimizer, batches, learner, scheduler=rate, held_out=held_out
+                self.model_, optimizer, batches, learner, held_out=held_out
             ).run()
         self.posterior_ = result.laplace
         self.log_marginal_likelihood_ = result.evidence

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torchvision.transforms import v2
 
 from experiments.studies import Result, grouped, markdown, mean_with_error, standard_error, study
@@ -34,6 +33,7 @@ from experiments.weight_decay.training import (
     Batches,
     Split,
     Trained,
+    averaged_model,
     convolutions,
     digits,
     no_norm,
@@ -41,7 +41,6 @@ from experiments.weight_decay.training import (
     small_images,
     with_wrong_labels,
 )
-from marglik import averaging_schedule
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation, Transform
 
 COPIES = 4
@@ -143,23 +142,20 @@ def augerino(problem: Problem, split: Split, seed: int) -> Trained:
     optimizer = torch.optim.SGD(
         model.parameters(), problem.lr, momentum=0.9, nesterov=True, weight_decay=DECAY
     )
-    rate = averaging_schedule(optimizer, problem.epochs * len(loader))
     ranges = model.ranges.requires_grad_()
     of_ranges = torch.optim.Adam([ranges], lr=0.01)
-    average = AveragedModel(model)
+    average = averaged_model(model)
     started = time.process_time()
-    for epoch in range(problem.epochs):
+    for _ in range(problem.epochs):
         for x, y in loader:
             optimizer.zero_grad()
             of_ranges.zero_grad()
             (F.cross_entropy(model(x), y) - BONUS * ranges.norm()).backward()
             optimizer.step()
             of_ranges.step()
-            rate.step()
             with torch.no_grad():
                 ranges.clamp_(min=0.0).copy_(torch.minimum(ranges, model.largest))
-            if epoch >= round(2 / 3 * problem.epochs):
-                average.update_parameters(model)
+            average.update_parameters(model)
     ranges.requires_grad_(False)
     model.load_state_dict(average.module.state_dict() | {"ranges": ranges})
     return Trained(model.eval(), time.process_time() - started)

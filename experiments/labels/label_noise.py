@@ -77,13 +77,13 @@ PROBLEMS = {
     ),
 }  # fmt: skip
 RECIPES = {
-    "stride 2, SGD at .05": (of_digits(two_strides), "settling", 0.4),
+    "stride 2, SGD at .05": (of_digits(two_strides), "constant", 0.4),
     "one-cycle": (of_digits(lambda: convolutions(no_norm, "flattened")), "one-cycle", 0.4),
     "MLP, Adam, cosine": (
         of_digits(lambda: mlp(64, 10, no_norm), optimizer="adam", lr=3e-3), "cosine", 0.4,
     ),
     "BatchNorm, flattened": (
-        of_digits(lambda: convolutions(nn.BatchNorm2d, "flattened")), "settling", 0.2,
+        of_digits(lambda: convolutions(nn.BatchNorm2d, "flattened")), "constant", 0.2,
     ),
 }  # fmt: skip
 """Name -> problem, learning rate where decays are learned, and share of flipped labels."""
@@ -169,7 +169,7 @@ def with_cleanlab(problem: Problem, split: Split, true: Tensor, first: Trained, 
 
 def run_noise(config: Config, noise: Noise, share: float) -> dict[str, Any]:
     """Train by all ways under one noise, and test them."""
-    problem, rate, _ = RECIPES.get(config.problem) or (PROBLEMS[config.problem], "settling", 0)
+    problem, rate, _ = RECIPES.get(config.problem) or (PROBLEMS[config.problem], "constant", 0)
     train, true, held_out, test = splits_of(problem, noise, share, config.seed, True)
     ways, suspicious, networks = {}, {}, {}
     for way, likelihood in LIKELIHOODS.items():

@@ -27,7 +27,6 @@ from experiments.studies import Result, markdown, mean_with_error, study
 from marglik import (
     OnlineTraining,
     PriorLearner,
-    averaging_schedule,
     laplace_predictive,
     map_predictive,
 )
@@ -93,8 +92,7 @@ def network_predictions(
     loader = DataLoader(TensorDataset(x / x.std(), (y - center) / scale), 25, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     learner = PriorLearner("regression", epochs=EPOCHS)
-    rate = averaging_schedule(optimizer, EPOCHS * len(loader))
-    OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run()
+    OnlineTraining(model, optimizer, loader, learner).run()
     posterior = learner.posterior
     assert posterior is not None
     predictives = {

@@ -49,7 +49,7 @@ import torch
 from experiments.data.uci import UCI
 from experiments.studies import Result, grouped, markdown, mean_with_error, standard_error, study
 from experiments.uci.regression import FOLDERS, Gaussian, metrics_of, training_of
-from marglik import OnlineTraining, PriorLearner, averaging_schedule, laplace_predictive
+from marglik import OnlineTraining, PriorLearner, laplace_predictive
 from marglik.models import MLP
 
 STEPS = 5000
@@ -90,8 +90,7 @@ def run_split(config: Config, k: int) -> Result:
         epochs = math.ceil(training.steps / len(loader))
         optimizer = torch.optim.Adam(model.parameters(), training.lr)
         learner = PriorLearner(LIKELIHOODS[method], epochs=epochs)
-        rate = averaging_schedule(optimizer, epochs * len(loader))
-        OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run()
+        OnlineTraining(model, optimizer, loader, learner).run()
         assert learner.posterior is not None
         prediction = laplace_predictive(learner.posterior)(x_test)
         seconds = time.process_time() - start

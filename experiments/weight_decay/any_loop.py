@@ -6,6 +6,8 @@ steps are in it, the last step's parameters are validated. "After" updates until
 averages all steps by polynomial decay, with η = 4, 5 and 6; "unknown" is the same without announced
 epochs. Each training is one trajectory, from which stopping with any patience follows.
 
+The settling rate falls to 0.6 of its value after half of the steps.
+
 Scores are on test data at the temperature that the held-out data choose. The held-out loss that is
 monitored is at its own best temperature ("scaled") or as it is ("raw").
 """
@@ -48,7 +50,7 @@ from experiments.weight_decay.training import (
 )
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
-from marglik import PriorLearner, averaging_schedule
+from marglik import PriorLearner
 from marglik.training.average import batch_norms, renew_batch_norm
 from marglik.training.schedule import Schedule
 
@@ -189,7 +191,9 @@ REPORT = {
 }
 PROBLEMS = CHOOSE | REPORT
 RATES: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
-    "settling": averaging_schedule,
+    "settling": lambda optimizer, steps: LambdaLR(
+        optimizer, lambda step: 1.0 if 2 * step < steps else 0.6
+    ),
     "constant": lambda optimizer, steps: LambdaLR(optimizer, lambda _: 1.0),
     "cosine": CosineAnnealingLR,
     "one-cycle": lambda optimizer, steps: OneCycleLR(

@@ -129,12 +129,12 @@ def run(config: Config) -> Result:
         config.wrong, config.seed,
     )  # fmt: skip
     ways: dict[str, tuple[float | None, str]] = {
-        "learned": (None, "settling"),
-        "none": (SMALLEST, "settling"),
+        "learned": (None, "constant"),
+        "none": (SMALLEST, "constant"),
         "none, cosine": (SMALLEST, "cosine"),
     }
     if config.part == "grid":
-        ways = {f"{decay:g}": (decay, "settling") for decay in GRID}
+        ways = {f"{decay:g}": (decay, "constant") for decay in GRID}
     results = {}
     problem.warm_up(train_split)
     for way, (decay, rate) in ways.items():

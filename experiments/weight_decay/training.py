@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from experiments.data import archive
 from kfac_backend import CurvatureOptions
 from kfac_backend.atomic_files import write_file
-from marglik import OnlineResult, OnlineTraining, Posterior, PriorLearner, averaging_schedule
+from marglik import OnlineResult, OnlineTraining, Posterior, PriorLearner
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 
 CURVATURE = CurvatureOptions(unsupported="diagonal")
@@ -153,6 +153,15 @@ class Batches:
 # Training
 
 
+def averaged_model(model: nn.Module) -> AveragedModel:
+    """Polynomial-decay average of the parameters with η = 4, as learners have it by default."""
+
+    def include(averages: Any, parameters: Any, before: Any) -> None:
+        torch._foreach_lerp_(averages, parameters, 5 / (int(before) + 5))  # t = before + 1
+
+    return AveragedModel(model, multi_avg_fn=include)
+
+
 @dataclass
 class Trained:
     """A network, its cost, and what was learned of its weight decays."""
@@ -192,7 +201,7 @@ class Training:
         split: Split,
         seed: int,
         decays: float | PriorLearner | None,
-        rate: str = "settling",
+        rate: str = "constant",
         after_epoch: Callable[[int, nn.Module], None] | None = None,
         loader: Any = None,
         likelihood: str = "classification",
@@ -206,7 +215,7 @@ class Training:
             seed: of the initial parameters and of the batches' order.
             decays: fixed, in a plain loop; the course of those of another training; None learns
                 them with default options.
-            rate: "settling", our default rates with averaged parameters; "cosine", to zero, or
+            rate: "constant", our default, with averaged parameters; "cosine", to zero, or
                 "one-cycle", up to twice the rate and to zero: without an average of fixed decays.
             after_epoch: called with the number of an epoch that has ended, and the network.
             loader: of the training data, in place of `Batches`.
@@ -219,7 +228,7 @@ class Training:
         loader = loader or Batches(*split, self.batch_size)
         steps = self.epochs * len(loader)
         optimizer = self._optimizer(model)
-        scheduler = averaging_schedule(optimizer, steps)
+        scheduler = None
         if rate == "cosine":
             scheduler = CosineAnnealingLR(optimizer, steps)
         if rate == "one-cycle":
@@ -227,7 +236,7 @@ class Training:
         started = time.process_time()
         if isinstance(decays, (int, float)):
             self._train(
-                model, loader, optimizer, scheduler, decays, rate == "settling", after_epoch
+                model, loader, optimizer, scheduler, decays, rate == "constant", after_epoch
             )
             return Trained(model.eval(), time.process_time() - started)
         learner = PriorLearner(likelihood, CURVATURE, epochs=self.epochs, **options)
@@ -264,22 +273,23 @@ class Training:
         model: nn.Module,
         loader: Batches,
         optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler,
+        scheduler: LRScheduler | None,
         decay: float,
         averages: bool,
         after_epoch: Callable[[int, nn.Module], None] | None,
     ) -> None:
-        """A plain loop with torch's weight decay; the last third of the epochs may be averaged."""
+        """A plain loop with torch's weight decay, and the learner's average if wanted."""
         for group in optimizer.param_groups:
             group["weight_decay"] = decay
-        average = AveragedModel(model) if averages else None
+        average = averaged_model(model) if averages else None
         for epoch in range(1, self.epochs + 1):
             for x, y in loader:
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
-                scheduler.step()
-                if average is not None and epoch > self.epochs - round(self.epochs / 3):
+                if scheduler is not None:
+                    scheduler.step()
+                if average is not None:
                     average.update_parameters(model)
             if after_epoch is not None:
                 after_epoch(epoch, model)

@@ -4,7 +4,7 @@ Ways to class probabilities, all with the same network, data and epochs:
 
 - default: a weight decay of 5e-4, and a cosine of the learning rate to zero;
 - grid: the best of seven fixed decays, with that cosine;
-- grid, averaged: the same, with our learning rates and averaged parameters;
+- grid, averaged: the same, with our constant learning rate and averaged parameters;
 - learned: a decay for each tensor, learned by the loop with its default options;
 - ensemble of five, with the grid's decay or with the course that the learned ones took
   (Lakshminarayanan et al. 2017, arXiv:1612.01474);
@@ -174,7 +174,7 @@ class Comparison:
                 seen.append(nn.utils.parameters_to_vector(model.parameters()).detach())
 
         trained = self.problem.run(
-            self.train_split, self.seed, decays=decay, rate="settling", after_epoch=keep
+            self.train_split, self.seed, decays=decay, rate="constant", after_epoch=keep
         )
         started = time.process_time()
         theta = torch.stack(seen)
@@ -288,15 +288,15 @@ def run(config: Config) -> Result:
     cosine = {decay: comparison.way(comparison.fixed(decay)) for decay in GRID}
     unit = statistics.median(way.seconds for way in cosine.values())
     ways = {"default": default, "grid": comparison.best(cosine)}
-    settling = {decay: comparison.way(comparison.fixed(decay, "settling")) for decay in GRID}
-    ways["grid, averaged"] = comparison.best(settling)
-    learned = comparison.fixed(None, "settling")
+    constant = {decay: comparison.way(comparison.fixed(decay, "constant")) for decay in GRID}
+    ways["grid, averaged"] = comparison.best(constant)
+    learned = comparison.fixed(None, "constant")
     ways["learned"] = comparison.way(learned)
     if config.everything:
         grid = ways["grid"]
         ways["ensemble, grid's decay"] = comparison.ensemble(grid, grid.chosen, "cosine")
         ways["ensemble, learned decays"] = comparison.ensemble(
-            ways["learned"], learned.learner, "settling"
+            ways["learned"], learned.learner, "constant"
         )
         ways["dropout"] = comparison.best({p: comparison.dropout(grid.chosen, p) for p in DROPOUT})
         ways["SWAG"] = comparison.swag(ways["grid, averaged"].chosen)

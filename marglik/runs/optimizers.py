@@ -11,7 +11,6 @@ from kfac_backend.likelihoods import Likelihood
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
 from marglik.posterior.prior import parameter_kind
-from marglik.training.schedule import averaging_schedule
 
 OptimizerName = Literal["sgd", "adamw", "kfac"]
 
@@ -60,23 +59,21 @@ class OptimizerConfig:
 def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
-    num_steps: int,
+    num_steps: int | None,
     likelihood: Likelihood | str = "classification",
     curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
     seed: int = 0,
-    settles: bool = False,
-) -> tuple[torch.optim.Optimizer, LRScheduler]:
+) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
     """Return the optimiser of a model's trainable parameters and its learning rate schedule.
 
     Args:
         model: the model.
         config: the options.
-        num_steps: number of steps of the whole training.
+        num_steps: number of steps in which the learning rate falls along a cosine; None keeps it
+            constant, for a training that averages its parameters.
         likelihood: likelihood of the loss, for K-FAC.
         curvature: the mode of K-FAC, and the form of the batches' targets.
         seed: seed of the labels that K-FAC draws.
-        settles: whether to use `averaging_schedule`, for a training that averages its parameters;
-            otherwise the schedule is a cosine.
     """
     scalars, others = [], []
     for p in model.parameters():
@@ -107,6 +104,6 @@ def build_optimizer(
             loss_mean_over="examples",  # the loop's objective
             seed=seed,
         )
-    if settles:
-        return optimizer, averaging_schedule(optimizer, num_steps)
+    if num_steps is None:
+        return optimizer, None
     return optimizer, CosineAnnealingLR(optimizer, T_max=num_steps, eta_min=SMALLEST_RATE)

@@ -118,8 +118,8 @@ def train_network(
         likelihood, learner = first.laplace.likelihood, first.learner.replay()
     batches = _batches(setup, "train", run.batch_size, training.seed)
     optimizer, scheduler = build_optimizer(
-        model, setup.optimizer, run.epochs * len(batches), likelihood, curvature=curvature,
-        seed=training.seed, settles=schedule.averages,
+        model, setup.optimizer, None if schedule.averages else run.epochs * len(batches),
+        likelihood, curvature=curvature, seed=training.seed,
     )  # fmt: skip
     outcome = OnlineTraining(
         model, optimizer, batches, learner, scheduler=scheduler, fabric=setup.fabric,

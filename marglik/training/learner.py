@@ -37,8 +37,8 @@ class PriorLearner:
 
     A training loop calls `start` before it begins and `finish` after it ends. Hooks on the
     optimiser add the prior's gradient before each step, after the loop's own clipping. They update
-    the prior after the last step of an epoch. If the learning rate decays to zero, the network
-    cannot follow changes of the weight decays; use a constant rate or `averaging_schedule`.
+    the prior after the last step of an epoch. Keep the learning rate constant: if it decays to
+    zero, the network cannot follow changes of the weight decays.
 
     Args:
         likelihood: likelihood of the loss: "classification", "regression", "bernoulli", or another

@@ -133,8 +133,8 @@ class OnlineTraining:
         train_loader: batches (x, y), or mappings, for the network's steps.
         learner: the learner of the weight decays, with likelihood and targets; not started, with
             the number of epochs in its schedule.
-        scheduler: the optimiser's learning-rate schedule, stepped after every batch; see
-            `marglik.averaging_schedule`. None keeps the rate constant.
+        scheduler: the optimiser's learning-rate schedule, stepped after every batch; None keeps the
+            rate constant.
         curvature_loader: data of the curvature pass; None uses the training loader.
         held_out: held-out batches, from which the share of wrong labels is learned, or which
             correct the weight decays, see `PriorLearner.start`.

@@ -1,4 +1,4 @@
-"""Schedule the updates of the prior, the learning of label noise, and the learning rate.
+"""Schedule the updates of the prior and the learning of label noise.
 
 Learning converges if the network can follow changes of the weight decays. This needs a learning
 rate that stays high, and bounded updates during the whole training. The average of the parameters
@@ -9,9 +9,6 @@ weight decays have converged, and an average cannot correct this.
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
-
-import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from kfac_backend.options import check_option
 
@@ -109,12 +106,3 @@ class Schedule:
     def averages(self) -> bool:
         """Whether the parameters are averaged, where an epoch has several steps."""
         return self.average is not None and self.keep == "last"
-
-
-def averaging_schedule(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
-    """Learning-rate schedule for averaged parameters: constant for half the steps, then 0.6 of it.
-
-    The rate stays high enough for the parameters to follow each update; the average takes the
-    noise out at the end, which a decay of the rate would do otherwise.
-    """
-    return LambdaLR(optimizer, lambda step: 1.0 if 2 * step < num_steps else 0.6)

@@ -43,7 +43,7 @@ from experiments.weight_decay import (
     sampled_updates,
     weight_decay_study,
 )
-from experiments.weight_decay.training import digits, mlp, no_norm
+from experiments.weight_decay.training import averaged_model, digits, mlp, no_norm
 from marglik.cli import main as marglik
 from marglik.data import Splits
 from marglik.models import MLP
@@ -608,3 +608,20 @@ def test_gradients_are_clipped_to_the_norm():
         return (parameters_to_vector(training.model.parameters()) - before).norm().item()
 
     assert moved(1e-3) == pytest.approx(1e-3, rel=1e-3) and moved(None) > 1e-2
+
+
+def test_plain_trainings_have_the_average_of_learners():
+    """Step i has the weight i(i+1)(i+2)(i+3); equal weights are the negative control."""
+    model, steps = torch.nn.Linear(2, 2).double(), []
+    average = averaged_model(model)
+    for _ in range(7):
+        torch.nn.init.normal_(model.weight)
+        steps.append(model.weight.detach().clone())
+        average.update_parameters(model)
+    i = torch.arange(1, 8, dtype=torch.float64)
+    weights = i * (i + 1) * (i + 2) * (i + 3)
+    found = average.module.weight.detach()
+    torch.testing.assert_close(
+        found, torch.tensordot(weights / weights.sum(), torch.stack(steps), 1)
+    )
+    assert (found - torch.stack(steps).mean(0)).norm() > 0.1 * found.norm()

@@ -1,7 +1,5 @@
 """The estimators give the numbers of direct calls, and keep scikit-learn's promises."""
 
-from typing import Any
-
 import numpy as np
 import pandas
 import pytest
@@ -22,7 +20,6 @@ from marglik import (
     marglik_training,
 )
 from marglik.data import Batches
-from marglik.training.schedule import averaging_schedule
 
 N, COLUMNS = 240, 5
 random = np.random.RandomState(0)
@@ -69,10 +66,8 @@ def test_predictions_are_those_of_the_direct_calls(likelihood, corrects):
     )  # fmt: skip
     model = network(outputs)
     loader = Batches(inputs[train], targets[train], 32, shuffle=True, seed=expected_seed)
-    rate: Any = averaging_schedule  # of the estimators
     laplace, *_ = marglik_training(
         model, loader, likelihood, n_epochs=6, optimizer_kwargs={"lr": 1e-2},
-        scheduler_cls=rate, scheduler_kwargs={"num_steps": 6 * len(loader)},
         held_out=[(inputs[held], targets[held])], correct_decays=corrects,
     )  # fmt: skip
     decays = laplace.prior_precision / len(train)

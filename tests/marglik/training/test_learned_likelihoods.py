@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 from kfac_backend.likelihoods import NegativeBinomial, RegressionPerOutput, likelihood_of
-from marglik import OnlineTraining, Posterior, PriorLearner, averaging_schedule
+from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learned_numbers import likelihood_step
 from tests.evidence_oracles import bayesian_linear_regression_log_evidence
@@ -348,8 +348,7 @@ def test_noise_that_depends_on_the_input_is_learned_from_150_points():
     )  # fmt: skip
     learner = PriorLearner("heteroscedastic", epochs=epochs)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    rate = averaging_schedule(optimizer, epochs * len(loader))
-    OnlineTraining(model, optimizer, loader, learner, scheduler=rate).run()
+    OnlineTraining(model, optimizer, loader, learner).run()
     x_test, y_test = wave(1000, 2, torch.float32)
     with torch.no_grad():
         f = model(x_test)
