@@ -158,8 +158,9 @@ def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
     if page == "docs/seven-uses.md":
         _check_seven_uses(examples_of(page), namespace, commands((ROOT / page).read_text()))
     if page == "README.md":
-        assert len(examples_of(page)) == 1 and len(examples_of(page)[0].splitlines()) <= 15
-        assert len(set(namespace["laplace"].prior_precision.tolist())) == 10
+        assert [len(example.splitlines()) <= 15 for example in examples_of(page)] == [True, True]
+        for posterior in (namespace["laplace"], namespace["prior"].posterior):
+            assert len(set(posterior.prior_precision.tolist())) == 10
     shown = capsys.readouterr().out
     if page == "docs/calibration.md":
         _check_conformal_sets(namespace)
