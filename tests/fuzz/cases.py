@@ -208,10 +208,14 @@ class Layer(Described):
             case "Bilinear", _:
                 return module(x, x.sin())
         first = self.kind in CHANNELS_FIRST
-        y = self._changed(module(x.movedim(-1, 1) if first else x))
-        if self.kind in ("BatchNorm", "InstanceNorm"):
-            # A contiguous gradient: of one example torch takes others in the wrong order.
-            y = torch.stack([y])[0]
+        x, in_order = x.movedim(-1, 1) if first else x, self.kind in ("BatchNorm", "InstanceNorm")
+        if in_order:
+            # torch's gradients are wrong for a single example in channels-last order whose batch
+            # stride differs from its size, as after `unsqueeze(0)`. Use contiguous memory for the
+            # input here, and for the gradient of the output below.
+            x = x.clone(memory_format=torch.contiguous_format)
+        y = self._changed(module(x))
+        y = torch.stack([y])[0] if in_order else y
         return y.movedim(1, -1) if first else y
 
     def _changed(self, y: Tensor) -> Tensor:
