@@ -230,6 +230,11 @@ class OutputCovariance:
         N = num_examples(x)
         if self._proof.is_made(N):
             return
+        if N == 1 and isinstance(x, Tensor | dict):
+            # `_parts` repeats an example for its positions. What fits a single row may not fit two.
+            twice = examples(x, torch.tensor([0, 0]))
+            if try_batch(self._model, twice, 2).can_split:
+                x, N = twice, 2
         self._proof.make(x, N)
         self._gradients = LayerGradients(self._proof.assignment, self._precision)
         self._sizes.clear()  # the proof may have found other rules and runs

@@ -109,11 +109,14 @@ class Search:
         # Step 3: layers that did not run, and rows of embeddings that are constants.
         runs = comparison.runs.number
         ran = {name for t in assignment.layers if runs[t] for name in t.parameters.values()}
-        if idle := [str(t) for t in assignment.layers if not ran.issuperset(t.parameters.values())]:
+        if idle := [t for t in assignment.layers if not ran.issuperset(t.parameters.values())]:
             warnings.warn(
-                f"No part of the forward pass, so that their blocks are zero: {', '.join(idle)}.",
+                "These layers are no part of the forward pass, and their blocks are zero: "
+                f"{', '.join(map(str, idle))}.",
                 stacklevel=2,
             )
+            unseen = {name for t in idle for name in t.parameters.values()} - ran
+            assignment = replace(assignment, idle=tuple(unseen))
         assert names <= {name for t in assignment.all for name in t.parameters.values()}
         # Where any can be.
         of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]

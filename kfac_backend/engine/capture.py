@@ -247,6 +247,7 @@ class Capture:
         self.runs = Runs()
         """The layers' runs in the forward pass."""
         self._sources: list[Any] = []  # where backward passes end: leaves, or edges of a kept graph
+        self._idle: dict[str, Tensor] = {}  # the first sources
         # The nodes of tracked outputs and of leaves so far. `requires_grad` does not tell whether a
         # tensor depends on a source: see `_reach`.
         self._nodes: set[Node] = set()
@@ -275,8 +276,8 @@ class Capture:
         divided = self.assignment.divided
         by_parts = explicit_forwards(self.assignment) if divided else nullcontext()
         with torch.enable_grad(), by_parts:
-            # Own parameters enter as copies (N, ...), followed ones as leaves that are watched; all
-            # others are constants, so that no graph leads to them.
+            # Own parameters enter as copies (N, ...), followed and idle ones as leaves; all others
+            # are constants, so that no graph leads to them.
             copies = self.begin(x)
             if self._follows:
                 # Loaded only where there is something to follow.
@@ -287,7 +288,7 @@ class Capture:
             follower = self.follower
             with follower or nullcontext():
                 watched = {} if follower is None else follower.values
-                f = call_with(self.model, self._constants | copies | watched, x)
+                f = call_with(self.model, self._constants | copies | watched | self._idle, x)
         if self.assignment.runs:
             self.runs.check_number(self.assignment)
         return f
@@ -302,6 +303,14 @@ class Capture:
         for divided in self.assignment.divided:
             divided.by_parts.num_examples = N
             divided.by_parts.differentiable = self.sink.differentiable
+        if self.assignment.idle:
+            if self.sink.in_training:
+                values: dict[str, Tensor] = dict(self.model.named_parameters())
+            else:
+                values = {n: p.requires_grad_() for n, p in detached_parameters(self.model).items()}
+            self._idle = {n: values[n] for n in self.assignment.idle if values[n].requires_grad}
+            for leaf in self._idle.values():
+                self.add_source(leaf)
         copies = {}
         for tracked in self.assignment.own_parameters:
             if N is None:
@@ -350,6 +359,7 @@ class Capture:
                 create_graph=self.sink.differentiable,
                 allow_unused=True,
             )
+            self._check_idle(gradients[len(leaves) :])
             # The gradients of followed outputs are complete now.
             for run in () if self.follower is None else self.follower.vector_done():
                 self.runs.reached[run.tracked, run.number] = True
@@ -359,6 +369,21 @@ class Capture:
         # was computed from these gradients.
         self.listens = False
         return gradients[: len(leaves)]
+
+    def _check_idle(self, gradients: Sequence[Tensor | None]) -> None:
+        """Raise a NotImplementedError if a layer that has not run receives a gradient.
+
+        The gradients are those of the sources, of which the idle parameters are the first.
+        """
+        ran = {n for t, number in self.runs.number.items() if number for n in t.parameters.values()}
+        for name, g in zip(self._idle, gradients, strict=False):
+            if g is not None and name not in ran and g.any():
+                raise NotImplementedError(
+                    f"This batch uses '{name}' outside of its layer, where hooks cannot see it. "
+                    "The first examples did not use it, so the pass cannot follow it. Begin with "
+                    "examples that use it, call the layer itself, or freeze it "
+                    "(requires_grad_(False))."
+                )
 
     def report_input(self, tracked: TrackedLayer, use: Use) -> None:
         """Hand a use's input to the sink, and note how many examples its rows belong to."""

@@ -130,6 +130,9 @@ class RuleAssignment:
     """What becomes of parameters whose uses cannot be followed."""
     padding: Mapping[str, int] = field(default_factory=dict)
     """Parameter -> its row that is a constant, see `padding`; filled by the proof."""
+    idle: tuple[str, ...] = ()
+    """Parameters of layers that did not run in the proof; filled by the proof. No hook sees other
+    uses of them, so that `Capture` checks that no gradient reaches them in later batches."""
 
     @property
     def all(self) -> list[TrackedLayer]:
@@ -154,6 +157,7 @@ class RuleAssignment:
             own_parameters=left(self.own_parameters),
             unknown={name: error for name, error in self.unknown.items() if name not in names},
             operations=replace(self.operations, names=tuple(followed), own=broadcast),
+            idle=tuple(name for name in self.idle if name not in names),
         )
 
     def with_constants(self, names: Mapping[str, Any]) -> "RuleAssignment":

@@ -6,6 +6,7 @@ Refused. Any other error is a violation.
 """
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -136,9 +137,15 @@ def same_factors(found: KroneckerFactors, expected: KroneckerFactors) -> None:
 def factors_of(made: Built, batches: Any = None, **options: Any) -> KroneckerFactors:
     """The factors of a case, or of other batches; or Refused."""
     batches = made.batches if batches is None else batches
-    return or_refused(
-        kronecker_factors, made.model, batches, made.likelihood, made.options, **options
-    )
+    with warnings.catch_warnings():
+        # A function's layer without a gradient is not followed, where a module's has its hook.
+        warnings.filterwarnings("error", "These layers are no part of the forward pass")
+        try:
+            return or_refused(
+                kronecker_factors, made.model, batches, made.likelihood, made.options, **options
+            )
+        except UserWarning as warning:
+            raise Refused(str(warning)) from warning
 
 
 def one_by_one(made: Built) -> KroneckerFactors:

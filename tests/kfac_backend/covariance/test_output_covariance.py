@@ -116,3 +116,26 @@ def test_outputs_without_a_covariance(change, error, message):
     model = random_model(lambda m, x: change(m.fc(x)), fc=nn.Linear(6, 3))
     with pytest.raises(error, match=message):
         OutputCovariance(model, blocks)(x)
+
+
+class Copies(nn.Module):
+    """Two copies of each sequence, and an embedding of positions that all of them share."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.head = nn.Embedding(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        rows = torch.stack([x, 2 * x], 1).flatten(0, 1)
+        rows = torch.tanh(rows + self.position(torch.arange(3)))
+        return self.head(rows).unflatten(0, (len(x), 2)).mean(1)
+
+
+def test_all_positions_of_a_single_example():
+    """The example is repeated for its positions, so that the proof needs it twice as well."""
+    model, x = Copies().double(), normal(1, 3, 2)
+    blocks, dense = posterior(model, x)
+    expected = brute_force(model, x, dense)
+    for memory in (None, 1):
+        found = OutputCovariance(model, blocks, memory=memory)(x)[1]
+        assert_close(found, expected, rtol=1e-9, atol=1e-11)

@@ -755,3 +755,53 @@ def test_rows_that_are_no_longer_equally_many_are_seen():
     for lengths in ((1, 3, 2, 2), (4, 1, 1, 1)):  # multiples of 4 or not
         with pytest.raises(NotImplementedError, match="examples_of_rows"):
             factors(model, batches[0], batch(*lengths), kfac_approx="reduce")
+
+
+class Gated(nn.Module):
+    """A function with a layer's weight; only examples with a positive first entry use it."""
+
+    def __init__(self, is_skipped):
+        super().__init__()
+        self.fc, self.out, self.is_skipped = (
+            nn.Linear(3, 4, bias=False),
+            nn.Linear(3, 2),
+            is_skipped,
+        )
+
+    def forward(self, x):
+        uses = x[:, :1] > 0
+        if self.is_skipped and not uses.any():
+            return self.out(x)
+        y = torch.tanh(F.linear(x * uses, self.fc.weight))[:, :3]
+        return self.out(x + y)
+
+
+@pytest.mark.parametrize("is_skipped", [False, True], ids=["zero gradient", "no gradient"])
+def test_a_use_that_only_later_batches_have_is_a_named_error(is_skipped):
+    model, x = Gated(is_skipped).double(), normal(6, 3)
+    uses = torch.cat([x[:, :1].abs(), x[:, 1:]], 1)
+    does_not = torch.cat([-x[:, :1].abs(), x[:, 1:]], 1)
+    # Control: the function is followed where the first batch has it.
+    blocks = factors(model, uses, does_not).blocks
+    assert blocks["fc.weight"].B.trace() > 0
+    with pytest.warns(UserWarning, match="no part of the forward pass.* 'fc'"):
+        idle = factors(model, does_not).blocks["fc.weight"]
+    assert idle.B.trace() == 0
+    with (
+        pytest.warns(UserWarning, match="no part of the forward pass"),
+        pytest.raises(NotImplementedError, match=r"uses 'fc\.weight' outside of its layer"),
+    ):
+        factors(model, does_not, uses)
+
+
+def test_a_use_without_an_effect_is_no_use():
+    """As a term of zero that lets all parameters receive a gradient."""
+
+    class Zero(Gated):
+        def forward(self, x):
+            return self.out(x) + 0 * self.fc.weight.sum()
+
+    model, x = Zero(False).double(), normal(6, 3)
+    with pytest.warns(UserWarning, match="no part of the forward pass"):
+        blocks = factors(model, x, x).blocks
+    assert blocks["fc.weight"].B.trace() == 0 < blocks["out.weight"].B.trace()
