@@ -19,7 +19,8 @@ paper flattens columns, which gives A ⊗ B.) An example's gradient is Σ_r b_nr
 product is not a Kronecker product; the two modes approximate it differently by one:
 
 - **expand** treats each position as a separate example: it drops terms with r ≠ r'. It is exact for
-  deep linear networks and a Gaussian likelihood, if there is a loss term for each position.
+  deep linear networks and a Gaussian likelihood, if there is a loss term for each position. The
+  paper's appendix has another scaling, R times this block, for networks that mix positions.
 - **reduce** first takes the mean of the inputs and the sum of the gradients. It is exact for deep
   linear networks and a Gaussian likelihood, if the network sums or averages the positions.
 
@@ -37,11 +38,16 @@ from torch import Tensor
 
 
 def expand_factors(
-    a: Float[Tensor, "N R d_in"], b: Float[Tensor, "V N R d_out"]
+    a: Float[Tensor, "N R d_in"],
+    b: Float[Tensor, "V N R d_out"],
+    scaling: Literal["positions", "examples"] = "positions",
 ) -> tuple[Float[Tensor, "d_out d_out"], Float[Tensor, "d_in d_in"]]:
-    """B = Σ_v Σ_n Σ_r b_vnr b_vnrᵀ and A = 1/(N R) Σ_n Σ_r a_nr a_nrᵀ (the paper's eq. 7)."""
+    """B = Σ_v Σ_n Σ_r b_vnr b_vnrᵀ and A = 1/(N R) Σ_n Σ_r a_nr a_nrᵀ (the paper's eq. 7).
+
+    With the scaling "examples" A = 1/N Σ_n Σ_r a_nr a_nrᵀ (the paper's appendix on expand).
+    """
     N, R, _ = a.shape
-    return gram(b), gram(a) / (N * R)
+    return gram(b), gram(a) / (N * R if scaling == "positions" else N)
 
 
 def reduce_factors(

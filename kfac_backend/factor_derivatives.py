@@ -210,7 +210,8 @@ class PairedRows(FactorSums):
                 # The factor over the columns is a mean over its terms.
                 terms: Any = terms[index] if isinstance(terms, tuple) else terms
                 rows, columns = rule.B[local], rule.A[local]
-                rows, columns = (columns, rows) if rule.transposed else (rows, columns)
+                if rule.transposed and local != "bias":
+                    rows, columns = columns, rows
                 weights |= {rows: of_B, columns: of_A / max(terms, 1)}
         # Rules choose the rows x as in any pass. In the place of Σ x xᵀ each row is paired with G
         # at once, while its graph still lives.

@@ -19,6 +19,7 @@ Mode = Literal["expand", "reduce"]
 KfacApprox = Literal["expand", "reduce", "auto"] | dict[str, Mode]
 """One mode for all layers, "auto", or patterns of layers' names with their modes; see
 `modes_of_layers`."""
+ExpandScaling = Literal["positions", "examples"]
 Unsupported = Literal["error", "freeze", "diagonal"]
 ShiftLabels = bool | Literal["auto"]
 
@@ -131,6 +132,11 @@ class PassOptions(Options):
             curvature of each row stay exact (for a tied weight, the trace of each row). The
             coupling of different rows is lost. Tensors that contain several maps are not affected.
             null keeps all factors whole.
+        expand_scaling: scale of the blocks of expand. positions is the paper's main definition. A
+            is a mean over the R positions of all examples. examples divides the same sum by the
+            number of examples, as in the paper's appendix. The block of a weight or a bias is then
+            R times as large, where R is the mean number of positions of an example. This can be
+            closer to the GGN if loss terms depend on several positions.
 
     Raises:
         ValueError: an option is not supported.
@@ -142,6 +148,7 @@ class PassOptions(Options):
     unsupported: Unsupported = "error"
     backward_precision: BackwardPrecision = "float32"
     diagonal_above: int | None = None
+    expand_scaling: ExpandScaling = "positions"
 
     def __post_init__(self) -> None:
         modes = self.kfac_approx
@@ -158,6 +165,7 @@ class PassOptions(Options):
         check_option("fisher", self.fisher, Fisher.by_name)
         check_option("unsupported", self.unsupported, Unsupported)
         check_option("backward_precision", self.backward_precision, BackwardPrecision)
+        check_option("expand_scaling", self.expand_scaling, ExpandScaling)
         if self.mc_samples < 1:
             raise ValueError(f"mc_samples must be at least 1, not {self.mc_samples}.")
         if self.diagonal_above is not None and self.diagonal_above < 1:
@@ -175,7 +183,7 @@ class PassOptions(Options):
         Factors add up only where these agree. The others say how it is computed, how well
         (``mc_samples``), or how batches give their targets.
         """
-        names = ("kfac_approx", "fisher", "diagonal_above")
+        names = ("kfac_approx", "fisher", "diagonal_above", "expand_scaling")
         return {name: getattr(self, name) for name in names}
 
 

@@ -76,7 +76,7 @@ message."""
 
 FROM_PYTHON_ALONE: dict[str, Any] = {
     "prior": {"epochs", "updates"},
-    "curvature": {"mc_samples", "diagonal_above"},
+    "curvature": {"mc_samples", "diagonal_above", "expand_scaling"},
     "predictive": {"samples", "networks", "batch_size", "calibration"},
 }
 """Argument of `train` -> its fields that are not options of the command."""

@@ -228,13 +228,18 @@ class Use(NamedTuple):
 
 
 def kfac_from_uses(
-    uses: Sequence[Use], hessians: list[list[Tensor]], approx: str, ragged: bool = False
+    uses: Sequence[Use],
+    hessians: list[list[Tensor]],
+    approx: str,
+    ragged: bool = False,
+    scaling: str = "positions",
 ) -> tuple[Tensor, Tensor]:
     """Factors B (d_out, d_out) and A (d_in, d_in) of the weight that all uses share.
 
     The uses are one more sharing axis: position r counts those of all uses one after the other.
 
-    - expand: A = Σ_n Σ_r a aᵀ / Σ_n R_n, B = Σ_n Σ_t Σ_r b Λ_nt bᵀ.
+    - expand: A = Σ_n Σ_r a aᵀ / Σ_n R_n, B = Σ_n Σ_t Σ_r b Λ_nt bᵀ; with the scaling "examples"
+      A = Σ_n Σ_r a aᵀ / N (the paper, below eq. 7 in the appendix).
     - reduce: A = 1/N Σ_n â âᵀ, B = Σ_n Σ_t b̂ Λ_nt b̂ᵀ with â = Σ_r a / R_n and b̂ = Σ_r b, exact
       where linear networks take the mean over positions; if ragged â = Σ_r a / √R_n and
       b̂ = Σ_r b / √R_n, exact where they take Σ_r / √R_n (the paper, appendix on GNNs). Zero where
@@ -254,7 +259,7 @@ def kfac_from_uses(
             scale_a, scale_b = (R**-0.5, R**-0.5) if ragged and R else (1 / max(R, 1), 1.0)
             a[n] = scale_a * a[n].sum(0, keepdim=True)
             b[n] = scale_b * b[n].sum(1, keepdim=True)
-    total = N if approx == "reduce" else max(sum(counts), 1)
+    total = N if approx == "reduce" or scaling == "examples" else max(sum(counts), 1)
     A = torch.zeros(a[0].shape[-1], a[0].shape[-1], dtype=torch.float64)
     B = torch.zeros(b[0].shape[-1], b[0].shape[-1], dtype=torch.float64)
     for n in range(N):
@@ -288,13 +293,14 @@ UsesByKey = dict[tuple[str, int], list[Use]]  # (name of the parameter, group) -
 
 
 def kfac_blocks_from_uses(
-    uses: UsesByKey, hessians: list[list[Tensor]], approx: str
+    uses: UsesByKey, hessians: list[list[Tensor]], approx: str, scaling: str = "positions"
 ) -> dict[str, Tensor]:
     """Dense K-FAC blocks {name: (numel, numel)}, block-diagonal over the groups of a parameter.
 
     Uses of one orientation are one more sharing axis; the block of a weight that is used in both
     orientations is the Kronecker product nearest to the sum of the two. The block of a bias is B
-    alone, of b that are summed and never scaled: in reduce that is the exact block.
+    alone, of b that are summed and never scaled: in reduce that is the exact block. With expand's
+    scaling "examples" a bias is a weight with the input 1, so that its A is Σ_n R_n / N.
     """
     blocks: dict[str, list[Tensor]] = {}
     for (name, _), uses_of_group in sorted(uses.items(), key=lambda item: item[0][1]):
@@ -303,8 +309,9 @@ def kfac_blocks_from_uses(
             same = [use for use in uses_of_group if use.input_first is input_first]
             if same:
                 ragged = any(use.ragged for use in same)
-                B, A = kfac_from_uses(same, hessians, approx, ragged)
-                A = torch.ones_like(A) if same[0].is_bias else A
+                B, A = kfac_from_uses(same, hessians, approx, ragged, scaling)
+                if same[0].is_bias and (approx, scaling) != ("expand", "examples"):
+                    A = torch.ones_like(A)
                 products.append((A, B) if input_first else (B, A))
         first, second = products[0] if len(products) == 1 else nearest_kronecker(products)
         blocks.setdefault(name, []).append(torch.kron(first, second))

@@ -109,18 +109,26 @@ def blocks_of_uses(
     likelihood: str,
     approx: str,
     ignored: Iterable[Tensor] | None = None,
+    scaling: str = "positions",
 ) -> dict[str, Tensor]:
     """Dense K-FAC blocks of all linear uses; ``model.ragged`` as in `uses_of`, if there is one."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     uses, outputs = uses_of(runs, parameters, getattr(model, "ragged", ()))
-    return kfac_blocks_from_uses(uses, loss_hessians(outputs, likelihood, ignored), approx)
+    hessians = loss_hessians(outputs, likelihood, ignored)
+    return kfac_blocks_from_uses(uses, hessians, approx, scaling)
 
 
-def kfac_blocks(model: nn.Module, x: Tensor, likelihood: str, approx: str) -> dict[str, Tensor]:
+def kfac_blocks(
+    model: nn.Module, x: Tensor, likelihood: str, approx: str, scaling: str = "positions"
+) -> dict[str, Tensor]:
     """The same of a float64 copy that is called with inputs x (N, ...), of what is trainable."""
     model, x = copy.deepcopy(model).double(), x.double() if x.is_floating_point() else x
     blocks = blocks_of_uses(
-        model, [partial(model, one.clone()) for one in x.split(1)], likelihood, approx
+        model,
+        [partial(model, one.clone()) for one in x.split(1)],
+        likelihood,
+        approx,
+        scaling=scaling,
     )
     return {name: blocks[name] for name, _ in model.named_parameters() if name in blocks}
 
@@ -165,20 +173,27 @@ def watched(parameters: Mapping[str, Tensor], detach: bool = False) -> Iterator[
             ((name, first + g), slice(g * size, (g + 1) * size)) for g in range(len(tensor) // size)
         ]
 
+    def counted_of(key: tuple[str, int]) -> Any:
+        """The positions of a map that count: of keys and values, those that no mask hides."""
+        of_keys = key[1] > 0 if "in_proj" in key[0] else key[0].endswith(KEYS)
+        return counted[0] if of_keys and counted[0] is not None else slice(None)
+
     def note_bias(bias: Any, zero: Tensor, features: int) -> None:
         ones = torch.ones(zero.numel() // zero.shape[features], 1, dtype=torch.float64)
         axis = features if features < 0 else features + 1
         for key, some in groups_of(bias):
-            rows = lambda b, some=some: _rows(b.movedim(axis, -1)[..., some])  # noqa: E731
+            kept = counted_of(key)
+            rows = lambda b, some=some, kept=kept: _rows(  # noqa: E731
+                b.movedim(axis, -1)[..., some]
+            )[:, kept]
             is_stacked = parameters[key[0]].dim() == 2
-            noted.append(Noted(key, ones, zero, rows, False, True, is_stacked))
+            noted.append(Noted(key, ones[kept], zero, rows, False, True, is_stacked))
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         output, zero = perturbed(true_linear(x, constant(weight), constant(bias)))
         a = x.detach().reshape(-1, x.shape[-1]).double()
         for key, some in groups_of(weight):
-            of_keys = key[1] > 0 if "in_proj" in key[0] else key[0].endswith(KEYS)
-            kept = counted[0] if of_keys and counted[0] is not None else slice(None)
+            kept = counted_of(key)
             rows = lambda b, some=some, kept=kept: _rows(b[..., some])[:, kept]  # noqa: E731
             is_turned = weight._base is not None and weight.stride(-1) != 1
             is_stacked = parameters[key[0]].dim() == 3

@@ -61,6 +61,7 @@ def mode_and_traces(
     *,
     num_dimensions: int,
     can_split: bool,
+    per_example: bool = False,
 ) -> ModeAndTraces:
     """What a rank's first batch says about the mode.
 
@@ -73,6 +74,7 @@ def mode_and_traces(
         mask: which positions count.
         num_dimensions: the number of the outputs' axes.
         can_split: whether a few of the examples may run alone.
+        per_example: whether expand's A is divided by the number of examples (`expand_scaling`).
     """
     mode = automatic_mode(num_dimensions)
     if mode == "expand":
@@ -84,7 +86,7 @@ def mode_and_traces(
     # Dropout that is on must not use up the user's random numbers.
     no_autocast = torch.autocast(next(model.parameters()).device.type, enabled=False)
     with forked_random_numbers(model), no_autocast, counted_positions(mask):
-        return mode, block_traces(model, assignment, likelihood, x, y)
+        return mode, block_traces(model, assignment, likelihood, x, y, per_example)
 
 
 def common_mode(of_ranks: Sequence[ModeAndTraces | None]) -> KfacApprox:
@@ -110,7 +112,8 @@ class BlockTraces(Sink):
 
     needs_inputs = True
 
-    def __init__(self) -> None:
+    def __init__(self, per_example: bool = False) -> None:
+        self.per_example = per_example
         self.num_examples = 0
         """N of the batch that runs."""
         self.has_shared_weights = False
@@ -154,7 +157,8 @@ class BlockTraces(Sink):
         # the exact trace alone. The traces of both modes need only squared norms, since
         # tr(B ⊗ A) = tr B · tr A. The means are A's, over positions or of them.
         exact = (g.mT @ a).square().sum()
-        expand = g.square().sum((1, 2, 3)) @ (a.square().sum((1, 2, 3)) / number.sum())
+        terms = len(number) if self.per_example else number.sum()
+        expand = g.square().sum((1, 2, 3)) @ (a.square().sum((1, 2, 3)) / terms)
         means = a.sum(2) / number[:, None]
         reduce = g.sum(2).square().sum((1, 2)) @ means.square().mean(1).sum(1)
         traces = torch.stack([exact, expand, reduce]).double()
@@ -162,7 +166,12 @@ class BlockTraces(Sink):
 
 
 def block_traces(
-    model: nn.Module, assignment: RuleAssignment, likelihood: Likelihood, x: Any, y: Tensor
+    model: nn.Module,
+    assignment: RuleAssignment,
+    likelihood: Likelihood,
+    x: Any,
+    y: Tensor,
+    per_example: bool = False,
 ) -> dict[str, Float[Tensor, "3"]]:
     """Layer name -> the three traces of `BlockTraces`.
 
@@ -170,7 +179,7 @@ def block_traces(
         TypeError: targets of a wrong type.
         ValueError: targets that do not fit the outputs.
     """
-    traces = BlockTraces()
+    traces = BlockTraces(per_example)
     with Capture(model, assignment, traces) as capture:
         f = capture.forward(x)
         check_targets(f, y, likelihood, may_ignore=True)

@@ -297,6 +297,7 @@ class Driver:
             of_this_rank = mode_and_traces(
                 self.model, proof.assignment, self.task.likelihood, x, y, mask,
                 num_dimensions=proof.output_dim, can_split=proof.batch.can_split,
+                per_example=self.options.expand_scaling == "examples",
             )  # fmt: skip
             self.kfac_approx = common_mode(self.ranks.gather(of_this_rank))
         return y

@@ -110,6 +110,7 @@ def make_rules(
             modes.get(tracked.name, "expand"),
             tracked.parameters,
             None if tracked.slots else options.diagonal_above,
+            options.expand_scaling,
         )
         for tracked in assignment.all
     }
@@ -118,10 +119,15 @@ def make_rules(
 def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBlock]:
     """Parameter name -> block, in the model's order; the sums become the blocks in place.
 
-    A is a mean over its terms.
+    A is a mean over its terms, or a sum divided by the number of examples (`expand_scaling`).
     """
     blocks, packed = {}, dict[Any, Factor]()
     for name, uses in sums.blocks.items():
+        # Uses that never ran keep their zero, by which `nearest_kronecker` leaves them out.
+        uses = [
+            use._replace(num_terms=sums.num_data) if use.per_example and use.num_terms else use
+            for use in uses
+        ]
         if len(uses) > 1 and uses[0].slot[1] > 1:
             blocks[name] = _packed(name, uses, packed)
             continue

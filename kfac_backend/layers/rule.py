@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kfac_backend.layers.gram import Factor, FactorSum
 from kfac_backend.layers.rows import Rows
-from kfac_backend.options import Mode
+from kfac_backend.options import ExpandScaling, Mode
 from kfac_backend.precision import at_least_float32
 
 FEWEST_POSITIONS = 256
@@ -57,6 +57,8 @@ class BlockSums(NamedTuple):
     factor."""
     num_terms: int = 0
     """The number of terms in A."""
+    per_example: bool = False
+    """Whether A is divided by the number of examples, and not by the number of its terms."""
     slot: tuple[int, int] = (0, 1)
     """(index, count) of this map among the maps in the parameter; (0, 1) for a single map."""
 
@@ -87,6 +89,7 @@ class Rule(ABC):
         names: the trainable parameters of the layer.
         diagonal_above: number of rows of a factor above which only its diagonal is computed, see
             `CurvatureOptions`; None computes whole factors.
+        expand_scaling: see `CurvatureOptions`.
     """
 
     parameter_names: ClassVar[frozenset[str]]
@@ -120,11 +123,14 @@ class Rule(ABC):
         mode: Mode,
         names: Collection[str],
         diagonal_above: int | None = None,
+        expand_scaling: ExpandScaling = "positions",
     ) -> None:
         self.layer = layer
         self.mode: Mode = mode
         self.names = names
         self.diagonal_above = diagonal_above
+        self.per_example = mode == "expand" and expand_scaling == "examples"
+        """Whether input factors are divided by the number of examples, in expand mode."""
         self.A: dict[str, FactorSum] = {}
         """Local name -> the sum of its input factor, if it has one."""
         self.B: dict[str, FactorSum] = {}
@@ -178,13 +184,13 @@ class Rule(ABC):
                 sums[name] = BlockSums(B)
                 continue
             A, terms = self.A[name].gram.factor(), self.A[name].num_terms
-            if not self.transposed:
-                sums[name] = BlockSums(B, A, terms)
+            if not self.transposed or name == "bias":
+                sums[name] = BlockSums(B, A, terms, self.per_example)
                 continue
             # The rows are the inputs. The second factor is divided by the number of terms, in
             # place: it must not be the matrix of another parameter's B.
             alone = all(self.B[other] is not self.B[name] for other in names if other != name)
-            sums[name] = BlockSums(A, B if alone else B.clone(), terms)
+            sums[name] = BlockSums(A, B if alone else B.clone(), terms, self.per_example)
         return sums
 
     @abstractmethod

@@ -46,6 +46,16 @@ class WeightSharingRule(Rule):
             # sum until something comes that tells them apart (`separate`).
             one = "weight" in self.names and self.groups == 1 and self.same_gradients
             self.B["bias"] = self.B["weight"] if one else FactorSum(self._bias_gram())
+            # A mean over positions would be 1, so it is left out; a sum over them is R.
+            if self.per_example:
+                self.A["bias"] = FactorSum(DenseGram(self.layer.bias, 1, 1))
+                if not self.same_gradients:
+                    raise NotImplementedError(
+                        f"expand_scaling='examples' is not supported for the bias of {self.layer}, "
+                        "which has other positions than the weight. Use a layer without a bias, "
+                        "freeze the bias (requires_grad_(False)), or pass "
+                        "expand_scaling='positions'."
+                    )
 
     @abstractmethod
     def inputs(self, a: Tensor) -> Tensor:
@@ -101,20 +111,25 @@ class WeightSharingRule(Rule):
             self.B["bias"] = deepcopy(self.B["weight"])
 
     def add_input(self, use: Use) -> None:
-        """Add the weight's inputs to A; a bias has no input factor."""
+        """Add the weight's inputs to A; a bias has no input factor, or the input 1."""
         if use.rows is not None and use.rows.by_roots and self.mode != "expand":
             # Reduce divides the weight's sums by √R_n, but not the bias's, which has no input
             # factor that would take the other √R_n.
             self.separate()
-        if "weight" not in self.names:
+        if not self.A:
             return
-        A = self.A["weight"]
         a, rows = use.a, use.rows
         # Expand: each position that counts is a row of the Gram matrix.
         if self.mode == "expand":
             a = a if rows is None else rows.counting(a)
-            A.num_terms += len(a) * self.add_input_rows(a)
+            R = self.add_input_rows(a) if "weight" in self.A else self.inputs(a[:1]).shape[2]
+            for A in self.A.values():
+                A.num_terms += len(a) * R
+            if "bias" in self.A:  # as many ones, in one row
+                ones = self.A["bias"].gram.like.new_full((1, 1, 1), len(a) * R)
+                self.A["bias"].gram.add(ones.sqrt())
             return
+        A = self.A["weight"]
         # Reduce: the sum over each example's positions waits for those of other uses. A row
         # may have R positions of its own; R_n counts all of them.
         sums, R = self.input_sums(a)  # (G, M, d_in)

@@ -199,6 +199,8 @@ class TrainingPass:
             if tracked.rule.transposed
             for name in tracked.parameters.values()
         }
+        # A bias whose input is 1 is damped as any bias, with its number of positions in B.
+        biases = {t.parameters.get("bias") for t in self.driver.proof.assignment.all}
         blocks = assemble_blocks(self._model, sums)
         self.reset()
         self.covered = self.trained.now()
@@ -213,6 +215,8 @@ class TrainingPass:
                 B, A = B / number, A * of_gradients
             else:
                 B = B * (of_gradients / number)
+            if A is not None and name in biases:
+                B, A = B * A, None
             means[name] = block.replace(B=B, A=A)
         return means
 

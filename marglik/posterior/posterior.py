@@ -1035,7 +1035,8 @@ def check_structure(options: CurvatureOptions, structure: str, name: str = "stru
     if structure == "kron":
         return
     defaults = CurvatureOptions()
-    for option in ("kfac_approx", "unsupported", "backward_precision", "diagonal_above"):
+    of_factors = ("kfac_approx", "unsupported", "backward_precision", "diagonal_above")
+    for option in (*of_factors, "expand_scaling"):
         value = getattr(options, option)
         if value != getattr(defaults, option) and (option, value) != ("kfac_approx", "expand"):
             raise ValueError(

@@ -58,14 +58,19 @@ def test_only_layers_with_positions_cost_backward_passes(monkeypatch):
     assert len(counts) == 1
 
 
+@pytest.mark.parametrize("scaling", ["positions", "examples"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_mode_with_the_better_trace(name):
+def test_the_mode_with_the_better_trace(name, scaling):
     model, x, layers, (one, mode_of_one) = MODELS[name]
+    scaled = {"expand_scaling": scaling}
     y = torch.arange(6) % 3
     exact = dense_ggn_blocks(model, x, "classification")
-    by_mode = [kfac_blocks(model, x, "classification", mode) for mode in ("expand", "reduce")]
+    by_mode = [
+        kfac_blocks(model, x, "classification", mode, scaling) for mode in ("expand", "reduce")
+    ]
     assignment = CurvaturePass(model, "classification").driver.proof.assignment
-    traces = block_traces(model, assignment, Classification(), x, y)
+    per_example = scaling == "examples"
+    traces = block_traces(model, assignment, Classification(), x, y, per_example)
     assert list(traces) == layers
     modes = {}
     for layer in layers:
@@ -75,14 +80,14 @@ def test_the_mode_with_the_better_trace(name):
         assert_close(traces[layer], dense, atol=1e-12, rtol=1e-9)
         distance = (dense.clamp(min=1e-12) / dense[0]).log().abs()
         modes[layer] = "expand" if distance[1] < distance[2] else "reduce"
-    assert modes[one] == mode_of_one
+    assert scaling == "examples" or modes[one] == mode_of_one
     expand = {layer: mode for layer, mode in modes.items() if mode == "expand"}
     expected = {**expand, "*": "reduce"} if expand else "reduce"
     assert nearest_modes([traces]) == expected
     # All of the first batch decide here; the second has nothing to say.
-    factors = factors_of(model, [(x, y), (x[:1], y[:1])], "auto")
+    factors = factors_of(model, [(x, y), (x[:1], y[:1])], "auto", **scaled)
     assert factors.options.kfac_approx == expected
-    assert_same(factors, factors_of(model, [(x, y), (x[:1], y[:1])], expected))
+    assert_same(factors, factors_of(model, [(x, y), (x[:1], y[:1])], expected, **scaled))
 
 
 @pytest.mark.parametrize("classes", [3, 20])

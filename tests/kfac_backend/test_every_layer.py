@@ -7,6 +7,7 @@ oracles of their own.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.conv import _ConvTransposeNd
 from torch.testing import assert_close
 
 from kfac_backend import kronecker_factors
@@ -68,6 +69,20 @@ def test_blocks_are_those_of_the_definition(name):
     is_tensor = isinstance(x, torch.Tensor)
     exact = empirical_fisher_blocks(model, x, y, "classification") if is_tensor else {}
     check("classification", "empirical", y, hessians, exact)
+    # The paper's other scaling of expand, which changes no exact block.
+    for module in model.modules():
+        if isinstance(module, _ConvTransposeNd) and module.bias is not None:
+            with pytest.raises(NotImplementedError, match="bias of ConvTranspose.*without a bias"):
+                scaled_by_examples(model, batch_of(x, y))
+            module.bias.requires_grad_(False)
+    factors = scaled_by_examples(model, batch_of(x, y))
+    expected = exact | kfac_blocks_from_uses(uses, hessians, "expand", "examples")
+    assert_blocks(factors, {name: b for name, b in expected.items() if name in factors.blocks})
+
+
+def scaled_by_examples(model, batch):
+    options = {"kfac_approx": "expand", "fisher": "empirical", "unsupported": "diagonal"}
+    return kronecker_factors(model, [batch], "classification", expand_scaling="examples", **options)
 
 
 @pytest.mark.parametrize("name", CASES)

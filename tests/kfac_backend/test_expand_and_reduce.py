@@ -43,6 +43,17 @@ def test_factors_are_the_papers(mode, N, R, d_in, d_out, C, seed):
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_expand_has_the_papers_other_scaling():
+    a, jacobians, hessians, vectors = setting(4, 3, 5, 2, 2)
+    found = expand_and_reduce.expand_factors(a, vectors, "examples")
+    of_terms = [jacobians_n.mT[None] for jacobians_n in jacobians]
+    hessians = [[Lambda] for Lambda in hessians]
+    expected = kfac_from_uses([Use(list(a), of_terms)], hessians, "expand", scaling="examples")
+    assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    default = expand_and_reduce.expand_factors(a, vectors)
+    assert_close(found[1], 3 * default[1], rtol=1e-12, atol=0)
+
+
 def test_the_modes_differ_where_positions_are_shared_and_only_there():
     for R in (1, 3):
         a, _, _, vectors = setting(4, R, 3, 2, 3)

@@ -26,6 +26,8 @@ TOKENS = {
     "padded tokens, one of them padding", "graph network",
 }  # fmt: skip
 """Cases whose inputs are integers, or graphs."""
+SCALED = {"Conv1d twice", "attention", "experts, inputs first", "counted positions"}
+"""Cases with expand's other scaling, in which biases have an input factor."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap
@@ -105,10 +107,11 @@ def test_gradient_is_that_of_differences(name):
     """In one of the modes: rows of either are paired with G in the same way."""
     likelihood = ("classification", "regression")[len(name) % 2]
     mode, (model, data) = MODES[len(name) // 2 % 2], problem(name, likelihood)
-    factors = kronecker_factors(model, data, likelihood, kfac_approx=mode)
+    options = {"kfac_approx": mode, **({"expand_scaling": "examples"} if name in SCALED else {})}
+    factors = kronecker_factors(model, data, likelihood, **options)
     of_factors = derivatives(factors)
     (found,) = factor_gradients(factors, model, data, [model.eta], of_factors, of_loss=-1.0)
-    curvature = CurvaturePass(model, likelihood, kfac_approx=mode)  # which proves the model once
+    curvature = CurvaturePass(model, likelihood, **options)  # which proves the model once
     expected = difference(model, lambda: evidence(curvature.factors_of(data)))
     assert error(found @ DIRECTION, expected) < 1e-6
     assert not model.eta.requires_grad

@@ -189,6 +189,7 @@ def of_fishers(ranks: Ranks) -> dict[str, Tensor]:
         {"fisher": "empirical"},
         {"ignore_index": 2},
         {"diagonal_above": 2},
+        {"expand_scaling": "examples"},
     ):
         factors = kronecker_factors(model, shard(x, y, ranks), "classification", **options)
         found |= tensors(str(options), factors)

@@ -413,7 +413,11 @@ def test_the_likelihood_of_several_terms_has_all_normalisers():
 
 def test_options_of_kronecker_factors_are_for_kron():
     for structure in ("diag", "full", "lowrank"):
-        for name, value in (("kfac_approx", "reduce"), ("diagonal_above", 3)):
+        for name, value in (
+            ("kfac_approx", "reduce"),
+            ("diagonal_above", 3),
+            ("expand_scaling", "examples"),
+        ):
             with pytest.raises(ValueError, match=f"{name}={value!r} is only for .*'kron'"):
                 Laplace(network(), "classification", "all", structure, **{name: value})
         Laplace(network(), "classification", "all", structure, fisher="exact", ignore_index=0)

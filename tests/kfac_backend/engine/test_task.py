@@ -132,6 +132,7 @@ def test_data_of_no_batches(data, error, match):
         {"kfac_approx": "nonsense"},
         {"fisher": "nonsense"},
         {"unsupported": "nonsense"},
+        {"expand_scaling": "nonsense"},
         {"mc_samples": 0},
         {"diagonal_above": 0},
     ],

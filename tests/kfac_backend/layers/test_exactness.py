@@ -123,21 +123,26 @@ def test_mode_is_exact_in_its_setting_and_the_other_is_not(case):
         assert difference > 0.1 if shared else difference < 1e-10
 
 
-def test_scaling_expand_by_its_positions_is_exact_where_terms_mix_equal_inputs():
-    """The scaling 1/N instead of 1/(N R), of the paper's appendix on expand."""
-    N, R = 5, 3
+def mixing_network():
+    """Each term takes the mean of R inputs, which are equal here: N = 5, R = 3."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 2), Model(lambda m, x: x.mean(1, True).expand_as(x))]
-    model = nn.Sequential(*layers).double()
-    x = torch.randn(N, 1, 4, dtype=torch.float64).expand(N, R, 4)
-    y = torch.zeros(N, R, 2, dtype=torch.float64)
-    factors = kronecker_factors(model, [(x, y)], "regression", kfac_approx="expand")
+    x = torch.randn(5, 1, 4, dtype=torch.float64).expand(5, 3, 4)
+    return nn.Sequential(*layers).double(), x, torch.zeros(5, 3, 2, dtype=torch.float64)
+
+
+def test_scaling_expand_by_examples_is_exact_where_terms_mix_equal_inputs():
+    """The scaling 1/N instead of 1/(N R), of the paper's appendix on expand; also of biases."""
+    model, x, y = mixing_network()
+    options = {"kfac_approx": "expand", "expand_scaling": "examples"}
+    factors = kronecker_factors(model, [(x, y)], "regression", **options)
+    default = kronecker_factors(model, [(x, y)], "regression", kfac_approx="expand")
     for name, block in oracles.dense_ggn_blocks(model, x, "regression").items():
-        if name.endswith("weight"):
-            assert factors.blocks[name].num_terms / factors.num_data == R
-            assert_close(R * factors.to_dense(name), block, rtol=1e-10, atol=1e-12)
-            assert (factors.to_dense(name) - block).norm() > 0.5 * block.norm()
-    # Control: with a term for each position alone, the block itself is exact.
-    alone = kronecker_factors(model[:2], [(x, y)], "regression", kfac_approx="expand")
+        assert_close(factors.to_dense(name), block, rtol=1e-10, atol=1e-12)
+        assert (default.to_dense(name) - block).norm() > 0.5 * block.norm()
+    # Control: with a term for each position alone, the default is exact, and this one is not.
+    factors = kronecker_factors(model[:2], [(x, y)], "regression", **options)
+    default = kronecker_factors(model[:2], [(x, y)], "regression", kfac_approx="expand")
     for name, block in oracles.dense_ggn_blocks(model[:2], x, "regression").items():
-        assert_close(alone.to_dense(name), block, rtol=1e-10, atol=1e-12)
+        assert_close(default.to_dense(name), block, rtol=1e-10, atol=1e-12)
+        assert (factors.to_dense(name) - block).norm() > 0.5 * block.norm()
