@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Which labels to buy
+# # Which inputs to label
 #
 # Half of this pool are blends of two digits, whose label is one of the two at random. The mutual
 # information between a label and the weights leaves them out; the entropy looks for them.

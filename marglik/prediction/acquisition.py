@@ -65,7 +65,7 @@ def acquire(
     batch_size: int = 256,
     generator: torch.Generator | None = None,
 ) -> Acquisition:
-    """Choose the inputs of a pool whose labels to buy next.
+    """Choose the inputs of a pool to label next.
 
     Of inputs with equal scores the first is chosen.
 
