@@ -346,9 +346,10 @@ def test_numbers_of_the_reasons_are_those_of_the_json():
     share = update("reduce") / update("expand"), training("reduce") / training("expand")
     for sentence in (
         f"gives a ratio of {at_256('expand') / at_256('reduce'):.2f} at 256 images",
-        f"Our expand takes {limit['ours, expand, exact']:.2f} times the time of the passes alone, "
-        f"and our reduce {limit['ours, reduce, exact']:.2f} times",
-        f"takes {limit['asdl, expand, exact']:.2f} times the limit",
-        f"{100 * share[0]:.0f} % for an update become {100 * share[1]:.0f} % for a training",
+        f"our expand takes {limit['ours, expand, exact']:.2f} times the time of the passes alone. "
+        f"Our reduce takes {limit['ours, reduce, exact']:.2f} times this time.",
+        f"in ASDL takes {limit['asdl, expand, exact']:.2f} times the time of the passes alone",
+        f"reduce takes {100 * share[0]:.0f} % of the time of expand. With an update every five "
+        f"epochs, it takes {100 * share[1]:.0f} % of the time of expand for a whole training",
     ):
         assert sentence in text, sentence
