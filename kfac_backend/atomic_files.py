@@ -58,8 +58,8 @@ def write_file(path: str | Path, content: bytes) -> str:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             raise DiskFullError(
                 error.errno,
-                f"{path} cannot be written ({error.strerror}): {len(content):,} bytes are wanted. "
-                "Make room there; what was there before is whole.",
+                f"{path} cannot be written ({error.strerror}): it needs {len(content):,} bytes. "
+                "Free some space. An earlier file there is unchanged.",
             ) from error
         raise
     return sha256(content)
@@ -125,7 +125,7 @@ def read_tensors(
             header = parse_json(metadata[OWN])
             metadata, expected = dict(header["metadata"]), header["checksum"]
         except (ValueError, TypeError, KeyError) as error:
-            raise _damaged(path, kind, "its metadata is not as it was written") from error
+            raise _damaged(path, kind, "its metadata was altered") from error
         if expected != _checksum(tensors, metadata):
             raise _damaged(path, kind, "its checksum differs")
     elif not of_others:
@@ -137,8 +137,8 @@ def read_tensors(
 
 def _damaged(path: str | Path, kind: str, reason: str) -> ValueError:
     return ValueError(
-        f"{path} is not a whole file of {kind} ({reason}): it was truncated or altered, or another "
-        "program wrote it. Write it anew, or take a copy."
+        f"{path} is not an intact file of {kind} ({reason}). It was truncated or altered, or "
+        "another program wrote it. Write it again, or restore a copy."
     )
 
 

@@ -1,19 +1,19 @@
-"""kfac_approx="auto": the mode of each layer, by the outputs' axes and by the blocks' traces.
+"""Choose each layer's mode for kfac_approx="auto" from output axes and block traces.
 
-Outputs (N, ..., C), a loss term at each position, are the paper's expand setting (Eschenhagen et
-al. 2023, section 3.1). Outputs (N, C) are its reduce setting, but reduce is exact there only where
-the network averages its positions. The trace of a layer's block tells. With the gradient
-g_nv = Σ_r b_nvr ⊗ a_nr of example n for a vector v of the loss Hessian's root it is
+Outputs (N, ..., C) with a loss term at each position are the paper's expand setting (Eschenhagen et
+al. 2023, section 3.1). Outputs (N, C) are its reduce setting, but reduce is exact there only if the
+network averages its positions. The trace of a layer's block shows whether it does. Let g_nv = Σ_r
+b_nvr ⊗ a_nr be the gradient of example n for a vector v of the loss Hessian's root. The traces are
 
 - exact: Σ_nv ‖Σ_r b_nvr a_nrᵀ‖²;
-- expand: Σ_nvr ‖b_nvr‖² · mean_nr ‖a_nr‖²: products of different positions are missing, so that it
-  is too small where positions are averaged;
-- reduce: Σ_nv ‖Σ_r b_nvr‖² · mean_n ‖mean_r a_nr‖²: gradients of different signs cancel, so that it
-  is too small, down to 1 %, where positions are told apart (a flattened head).
+- expand: Σ_nvr ‖b_nvr‖² · mean_nr ‖a_nr‖². It omits products of different positions, so it is too
+  small if the network averages positions;
+- reduce: Σ_nv ‖Σ_r b_nvr‖² · mean_n ‖mean_r a_nr‖². Gradients of different signs cancel, so it is
+  too small, down to 1 %, if the network distinguishes positions (a flattened head).
 
-A block that is too small counts too few parameters as determined by the data, and the weight decay
-that the evidence chooses for them is too small. So each layer has the mode that is nearer in trace,
-for some examples of the first batch; layers that no positions share have the same block in both.
+With a block that is too small, the evidence counts too few parameters as determined by the data and
+chooses a weight decay that is too small. So each layer gets the mode with the nearer trace on some
+examples of the first batch. Layers without shared positions have the same block in both modes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,19 +36,20 @@ from kfac_backend.options import KfacApprox, Mode
 from kfac_backend.precision import at_least_float32
 
 EXAMPLES = 8
-"""Examples of the first batch that decide."""
+"""Number of examples of the first batch that decide the mode."""
 
 MOST_VECTORS = 16
-"""Vectors of the loss Hessian that decide; if it has more, as many labels are drawn instead."""
+"""Maximum number of vectors of the loss Hessian that decide the mode. If there are more, as many
+labels are drawn instead."""
 
 
 def automatic_mode(num_dimensions: int) -> Mode:
-    """The mode of a network by its outputs' axes: expand for (N, ..., C), reduce for (N, C)."""
+    """Return the mode for a network's output axes: expand for (N, ..., C), reduce for (N, C)."""
     return "expand" if num_dimensions > 2 else "reduce"
 
 
 ModeAndTraces = tuple[Mode, Mapping[str, Float[Tensor, "3"]]]
-"""The mode by a rank's outputs, and the traces of its layers' blocks if that is reduce."""
+"""Mode from a rank's outputs, and the traces of its layers' blocks if the mode is reduce."""
 
 
 def mode_and_traces(
@@ -63,36 +64,36 @@ def mode_and_traces(
     can_split: bool,
     per_example: bool = False,
 ) -> ModeAndTraces:
-    """What a rank's first batch says about the mode.
+    """Return the mode and the block traces of a rank's first batch.
 
     Args:
         model: the model.
         assignment: its tracked layers.
-        likelihood: of the targets.
-        x: the inputs.
-        y: the targets.
+        likelihood: likelihood of the targets.
+        x: inputs.
+        y: targets.
         mask: which positions count.
-        num_dimensions: the number of the outputs' axes.
+        num_dimensions: number of output axes.
         can_split: whether a few of the examples may run alone.
         per_example: whether expand's A is divided by the number of examples (`expand_scaling`).
     """
     mode = automatic_mode(num_dimensions)
     if mode == "expand":
         return mode, {}
-    # All of them where the model needs a whole batch, of which the first decide, too.
+    # A model that needs a whole batch runs on all examples; the first ones still decide.
     if can_split:
         first = slice(EXAMPLES)
         x, y, mask = examples(x, first), y[first], None if mask is None else mask[first]
-    # Dropout that is on must not use up the user's random numbers.
+    # Active dropout must not advance the user's random numbers.
     no_autocast = torch.autocast(next(model.parameters()).device.type, enabled=False)
     with forked_random_numbers(model), no_autocast, counted_positions(mask):
         return mode, block_traces(model, assignment, likelihood, x, y, per_example)
 
 
 def common_mode(of_ranks: Sequence[ModeAndTraces | None]) -> KfacApprox:
-    """The mode by the first batch of each rank, None of a rank without data.
+    """Return the common mode of all ranks' first batches; None marks a rank without data.
 
-    "auto" if no rank has data.
+    The mode stays "auto" if no rank has data.
     """
     decisions = [of_rank for of_rank in of_ranks if of_rank]
     if not decisions:
@@ -102,12 +103,12 @@ def common_mode(of_ranks: Sequence[ModeAndTraces | None]) -> KfacApprox:
 
 
 class BlockTraces(Sink):
-    """The trace of each weight's block, exact, by expand and by reduce.
+    """Compute the trace of each weight's block: exact, by expand, and by reduce.
 
-    Over the first `EXAMPLES` examples; a model that needs a whole batch runs on all, and the traces
-    are the same. Of layers whose weight several positions share, without those that a mask hides.
-    Layers that are told which example each row belongs to are left out. Layers that share a weight
-    have the sum over them; products of different uses are in none of the traces.
+    The traces are sums over the first `EXAMPLES` examples. A model that needs a whole batch runs on
+    all examples and gives the same traces. Only layers with shared positions have traces, without
+    positions that a mask hides. Layers inside `examples_of_rows` have none. Layers that share a
+    weight have the sum of their traces, without the products of different uses.
     """
 
     needs_inputs = True
@@ -115,11 +116,11 @@ class BlockTraces(Sink):
     def __init__(self, per_example: bool = False) -> None:
         self.per_example = per_example
         self.num_examples = 0
-        """N of the batch that runs."""
+        """N of the present batch."""
         self.has_shared_weights = False
         """Whether some layer ran on several positions per example."""
         self.traces: dict[tuple[Any, ...], Float[Tensor, "3"]] = {}
-        """The tensor, and which of the maps that it holds -> its three traces."""
+        """Maps (parameter, index of its linear map) to the three traces."""
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
         """Note whether positions share the layer's weight."""
@@ -151,11 +152,11 @@ class BlockTraces(Sink):
         else:  # padded integers are token 0, whose one-hot row is not zero
             a = a * (torch.arange(a.shape[2], device=a.device) < number[:, None])[..., None]
             number = number.clamp(min=1)
-        if a.shape[2] == 1:  # no shared positions: both modes are exact in trace
+        if a.shape[2] == 1:  # no shared positions: the trace is exact in both modes
             return
-        # The gradients Σ_r g_r a_rᵀ of the eight examples are formed here, (d_out, d_in) each: for
-        # the exact trace alone. The traces of both modes need only squared norms, since
-        # tr(B ⊗ A) = tr B · tr A. The means are A's, over positions or of them.
+        # Only the exact trace forms the gradients Σ_r g_r a_rᵀ of the eight examples, (d_out, d_in)
+        # each. The traces of both modes need only squared norms, since tr(B ⊗ A) = tr B · tr A.
+        # Expand averages ‖a‖² over positions; reduce averages a over positions first.
         exact = (g.mT @ a).square().sum()
         terms = len(number) if self.per_example else number.sum()
         expand = g.square().sum((1, 2, 3)) @ (a.square().sum((1, 2, 3)) / terms)
@@ -173,7 +174,7 @@ def block_traces(
     y: Tensor,
     per_example: bool = False,
 ) -> dict[str, Float[Tensor, "3"]]:
-    """Layer name -> the three traces of `BlockTraces`.
+    """Return the three traces of `BlockTraces` by layer name.
 
     Raises:
         TypeError: targets of a wrong type.
@@ -188,7 +189,7 @@ def block_traces(
         traces.num_examples = len(f)
         are_few = likelihood.num_vectors(f.shape[-1]) <= MOST_VECTORS
         fisher = ExactGGN() if are_few else DrawnLabels(MOST_VECTORS)
-        # A generator of its own, so that the pass's labels are the same with and without a choice.
+        # A separate generator keeps the pass's drawn labels independent of this choice.
         generator = torch.Generator(f.device).manual_seed(0)
         some = f[:EXAMPLES].detach(), y[:EXAMPLES]
         vectors = fisher.vectors(likelihood, *some, generator)
@@ -199,14 +200,15 @@ def block_traces(
 
 
 def _weight(tracked: TrackedLayer) -> tuple[Any, ...]:
-    """The tensor, and which of the maps that it holds."""
+    """Return a key for a linear map: the parameter's name and the map's index in it."""
     return tracked.parameters.get("weight"), tracked.slots.get("weight")
 
 
 def nearest_modes(of_ranks: Sequence[Mapping[str, Float[Tensor, "3"]]]) -> KfacApprox:
-    """The mode that is nearer to the exact trace, as a ratio; reduce for layers without a trace.
+    """Choose the mode with the smaller ratio to the exact trace; reduce without a trace.
 
-    The traces are those of each rank's examples.
+    Args:
+        of_ranks: the traces of each rank's examples.
     """
     names = dict.fromkeys(name for traces in of_ranks for name in traces)
     expand: dict[str, Mode] = {}

@@ -1,8 +1,8 @@
-"""Batches and inputs: from what a loader yields to what a model takes, and some examples of it.
+"""Split a loader's batches into model inputs and targets, and select examples of an input.
 
-A batch is a pair, a mapping, or what ``batch=`` reads (`split_batch`). An input is a tensor, an
-object, a mapping, or `Arguments`. What the targets mean is in `engine.task`, and the model is
-called in `engine.model_calls`.
+A batch is a pair, a mapping, or a value that ``batch=`` converts (`split_batch`). An input is a
+tensor, an object, a mapping, or `Arguments`. `engine.task` interprets the targets, and
+`engine.model_calls` calls the model.
 """
 
 import inspect
@@ -18,20 +18,20 @@ from kfac_backend.options import TargetOptions
 
 
 def each_batch(loader: Iterable[Any], description: str, progress: bool = False) -> Iterator[Any]:
-    """The batches of one pass over a loader, with a progress bar on a terminal if asked for.
+    """Return the batches of one pass over a loader, with an optional progress bar on a terminal.
 
-    The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so that a
+    The loader is iterated once. ``tqdm.auto.tqdm(loader)`` would call ``iter`` twice, so a
     DataLoader would start its workers twice and draw more seeds.
     """
     if not progress:
         return iter(loader)
-    # disable=None: shown on a terminal only.
+    # disable=None shows the bar on a terminal only.
     total = length(loader)
     return iter(tqdm(iter(loader), description, total, leave=False, unit="batch", disable=None))
 
 
 def length(loader: Any) -> int | None:
-    """The number of a loader's batches; None of a generator, or of a dataset without a length."""
+    """Return the number of a loader's batches, or None for generators and unsized datasets."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -39,29 +39,29 @@ def length(loader: Any) -> int | None:
 
 
 def check_read_twice(data: Iterable[Any]) -> None:
-    """Raise a TypeError for an iterator, from which a second pass would get no batch."""
-    if isinstance(data, Iterator):  # which, unlike iter(data), draws no random numbers
+    """Raise a TypeError for an iterator, because a second pass over it would get no batch."""
+    if isinstance(data, Iterator):  # unlike iter(data), this draws no random numbers
         raise TypeError(
-            f"The data is a {type(data).__name__}, which can be read only once, and it is read "
-            "several times; pass a DataLoader or a list of batches."
+            f"The data is a {type(data).__name__}, which can be read only once, but it is needed "
+            "several times. Pass a DataLoader or a list of batches."
         )
 
 
 class SplitBatch(NamedTuple):
-    """A batch's input and targets, which `split_batch` returns as they are."""
+    """Input and targets of a batch. `split_batch` returns them unchanged."""
 
     x: Any
     y: Any
 
 
 def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
-    """A batch's input and targets.
+    """Return a batch's input and targets.
 
-    The input is what the model takes: a tensor, an object, a mapping, or `Arguments`.
+    The input is the model's argument: a tensor, an object, a mapping, or `Arguments`.
 
     Raises:
-        KeyError: a mapping without a key that the options name.
-        TypeError: a batch of another form.
+        KeyError: a mapping lacks a key that the options name.
+        TypeError: a batch has another form.
     """
     if isinstance(batch, SplitBatch):
         return batch
@@ -71,8 +71,8 @@ def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
             of_call = Arguments({**dict(enumerate(args)), **kwargs})
         except (TypeError, ValueError) as error:
             raise TypeError(
-                "batch= is a function of a batch that returns (args, kwargs, y): the model's "
-                f"arguments and the targets. This one failed: {type(error).__name__}: {error}"
+                "batch= must take a batch and return (args, kwargs, y): the model's arguments and "
+                f"the targets. It failed with {type(error).__name__}: {error}"
             ) from error
         return (args[0] if len(args) == 1 and not kwargs else of_call), y
     if isinstance(batch, Mapping):
@@ -84,10 +84,10 @@ def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
             for key in keys:
                 if key not in batch:
                     raise KeyError(
-                        f"A batch has keys {', '.join(map(str, batch))}, but no '{key}'; pass "
-                        f"those that it has: dict_key_x (of the model's input; None takes the "
-                        f"mapping as a whole) and dict_key_y (of the targets). {option} is "
-                        f"{getattr(options, option)!r}."
+                        f"A batch has no '{key}', but {option} is {getattr(options, option)!r}. "
+                        f"Its keys are {', '.join(map(str, batch))}. Pass dict_key_x, the key of "
+                        "the model's input (None: the whole mapping), and dict_key_y, the key of "
+                        "the targets."
                     )
         if isinstance(names, str):
             x = batch[names]
@@ -95,37 +95,37 @@ def split_batch(batch: Any, options: TargetOptions) -> tuple[Any, Any]:
             x = Arguments({name: batch[name] for name in names})
         return x, batch[options.dict_key_y]
     try:
-        if isinstance(batch, Tensor):  # one with two rows would unpack into x and y
+        if isinstance(batch, Tensor):  # a tensor with two rows would unpack into x and y
             raise TypeError
         x, y = batch
     except (TypeError, ValueError):
         raise TypeError(
-            f"A batch is {type(batch).__name__}; expected (x, y) or a mapping with "
-            f"'{options.dict_key_y}'; for others pass batch=, a function that returns "
-            "(args, kwargs, y). A DataLoader of them is data, or a list: of one batch [(x, y)]."
+            f"A batch is {type(batch).__name__}, but must be (x, y) or a mapping with "
+            f"'{options.dict_key_y}'. For other batches pass batch=, a function that returns "
+            "(args, kwargs, y). The data is an iterable of batches; a single batch is [(x, y)]."
         ) from None
     return x, y
 
 
 class Arguments(dict[Any, Any]):
-    """Several arguments of a model's call: positional ones by their number, others by their name.
+    """Several arguments of a model's call: positional ones by index, keyword arguments by name.
 
-    A mapping of another kind may also be a model's one argument, see `arguments`.
+    A mapping of another class may also be the model's single argument, see `arguments`.
     """
 
 
 def map_entries(function: Callable[[Any], Any], x: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A mapping with the function's value of each entry; arguments remain `Arguments`."""
+    """Apply a function to each entry of a mapping; `Arguments` remain `Arguments`."""
     entries = {key: function(value) for key, value in x.items()}
     return Arguments(entries) if isinstance(x, Arguments) else entries
 
 
 def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments by which a model takes an input.
+    """Return the positional and keyword arguments for calling a model on an input.
 
-    A forward with one argument takes a mapping whole. Otherwise the mapping's entries are keyword
-    arguments. Entries that the forward does not name are left out, and so are "labels", from which
-    such models would compute a loss.
+    A forward with one argument receives a mapping whole. Otherwise the mapping's entries become
+    keyword arguments. Entries that the forward does not name are omitted, and so is "labels",
+    because such models would compute a loss from it.
     """
     if isinstance(x, Arguments):
         positions = [key for key in x if isinstance(key, int)]
@@ -133,16 +133,16 @@ def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]
     if not isinstance(x, Mapping):
         return (x,), {}
     names, takes_any = argument_names(model)
-    if len(names) == 1:  # whatever it is called
+    if len(names) == 1:  # whatever the argument's name
         return (x,), {}
     keywords = {key: x[key] for key in x if key != "labels" and (takes_any or key in names)}
     return ((), keywords) if keywords else ((x,), {})
 
 
 def argument_names(model: nn.Module) -> tuple[list[str], bool]:
-    """A forward's named arguments, and whether it names none and takes any, as a wrapper's does.
+    """Return a forward's argument names, and whether it only takes ``*args`` or ``**kwargs``.
 
-    Of peft's wrapper, they are those of the model that it adapts.
+    For peft's wrapper these are the names of the adapted model.
     """
     own: Any = inspect.signature(model.forward).parameters.values()
     if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own):
@@ -154,14 +154,15 @@ def argument_names(model: nn.Module) -> tuple[list[str], bool]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value on the device: objects with a method ``to``, and those that a mapping holds.
+    """Move a value to the device: objects with a method ``to``, and the entries of mappings.
 
     Raises:
-        TypeError: an array of NumPy.
+        TypeError: the value is a NumPy array.
     """
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
         raise TypeError(
-            f"A batch has {type(value).__name__}; tensors are needed: torch.from_numpy(array)."
+            f"A batch contains {type(value).__name__}, but must contain tensors. Convert it with "
+            "torch.from_numpy(array)."
         )
     if hasattr(value, "to"):
         return value.to(device)
@@ -171,7 +172,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def detached(x: Any, device: torch.device) -> Any:
-    """The input on the device, detached; inference tensors, which no graph takes, are copied."""
+    """Return the input on the device, detached. Inference tensors are cloned to allow a graph."""
     if isinstance(x, Tensor):
         x = x.to(device)
         return x.clone() if x.is_inference() else x.detach()
@@ -181,14 +182,14 @@ def detached(x: Any, device: torch.device) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """A value whose tensors are copies, also inside of mappings and of objects that hold them."""
-    if hasattr(value, "clone"):  # tensors, which keep their graph, and graphs
+    """Copy a value's tensors, also inside mappings, sequences and objects of tensors."""
+    if hasattr(value, "clone"):  # tensors (which keep their graph) and graphs
         return value.clone()
     if isinstance(value, Mapping):
         return map_entries(copied, value)
     if type(value) in (list, tuple):
         return type(value)(copied(entry) for entry in value)
-    if hasattr(value, "to") and hasattr(value, "__dict__"):  # a user's object of tensors
+    if hasattr(value, "to") and hasattr(value, "__dict__"):  # a user-defined object of tensors
         copy = copy_of(value)
         vars(copy).update(copied(vars(value)))
         return copy
@@ -196,9 +197,10 @@ def copied(value: Any) -> Any:
 
 
 def num_examples(x: Any) -> int | None:
-    """N, the length of an input's first axis; None if it has no such number.
+    """Return N, the length of an input's first axis, or None if it is unknown.
 
-    Tensors, mappings of tensors of one length, and objects with a length and a method ``to`` do.
+    It is known for tensors, mappings of tensors of equal length, and objects with ``__len__`` and
+    ``to``.
     """
     if not isinstance(x, Tensor | Mapping):
         return len(x) if hasattr(x, "__len__") and hasattr(x, "to") else None
@@ -208,9 +210,9 @@ def num_examples(x: Any) -> int | None:
 
 
 def examples(x: Any, index: slice | Tensor | None) -> Any:
-    """Some examples of an input whose first axis they are, or that is indexed by examples.
+    """Select examples of an input along its first axis, or by indexing an object.
 
-    None adds the first axis to a single example.
+    With index None the input is a single example, which gets a first axis.
     """
     if isinstance(x, Mapping):
         return map_entries(lambda tensor: tensor[index], x)
@@ -218,13 +220,13 @@ def examples(x: Any, index: slice | Tensor | None) -> Any:
 
 
 def example_shapes(x: Any) -> Any:
-    """The shapes of one example, as a value that can be compared."""
+    """Return the shapes of one example as a hashable value."""
     if isinstance(x, Mapping):
         return tuple((key, example_shapes(value)) for key, value in x.items())
     return x.shape[1:] if isinstance(x, Tensor) else None
 
 
 def splits_by_example(x: Any, y: Any) -> bool:
-    """Whether the input has as many examples as there are targets."""
+    """Return whether the input has as many examples as targets."""
     targets = len(y) if isinstance(y, Tensor) and y.dim() > 0 else None
     return targets is not None and num_examples(x) == targets

@@ -1,7 +1,7 @@
-"""Which assignment of rules a model's layers have: the first that the check agrees with.
+"""Find the assignment of rules that passes the check, among a list of candidates.
 
-Layers have the rule of their class, and a row for each example, unless `comparison.compare` says
-otherwise. What disagrees is tried with the next of the `CANDIDATES`, and the check decides again.
+By default a layer has the rule of its class, and each of its rows is an example. Where
+`comparison.compare` disagrees, the search tries the next of the `CANDIDATES` and checks again.
 """
 
 import warnings
@@ -33,19 +33,19 @@ from kfac_backend.layers.rows import Run, SharedAxes
 from kfac_backend.sharding import class_and_hooks
 
 MOST_EXAMPLES = 8
-"""The most distinct examples that a proof runs on, unless a batch cannot be split. Mixing shows
-only among examples that are there."""
+"""Maximum number of distinct examples in a proof, unless a batch cannot be split. A proof can only
+detect mixing among the examples that it runs on."""
 
 
 class Search:
-    """Finds the first assignment that the check agrees with.
+    """Search for the first assignment that passes the check.
 
     Args:
         model: the model.
-        can_split: whether examples alone have the outputs that they have together.
-        x: a batch, of which `MOST_EXAMPLES` run, spread evenly over it, if it can be split.
-        N: the number of its examples; None if it is not known.
-        counted: the loss terms (N, ...) that count; None is all.
+        can_split: whether examples alone have the same outputs as in the batch.
+        x: a batch. If it can be split, `MOST_EXAMPLES` evenly spaced examples run.
+        N: number of its examples; None if unknown.
+        counted: the loss terms (N, ...) that count; None means all.
     """
 
     def __init__(
@@ -62,25 +62,25 @@ class Search:
             again, index = with_first_again(x, N, can_split)
             if index is not None:
                 of_them = None if counted is None else counted[index.to(counted.device)]
-                # Where the copy replaces another example, that one is compared, too.
+                # If the copy replaces an example, compare the original batch, too.
                 self._batches = [(again, of_them), *([] if can_split else self._batches)]
 
     def check(self, assignment: RuleAssignment) -> Comparison:
-        """Compare the hooks with autograd on these examples, and on the first of them again."""
+        """Compare the hooks with autograd on these examples, with the first one repeated."""
         x, counted = self._batches[0]
         return compare(self.model, assignment, x, counted)
 
     def run(self, assignment: RuleAssignment) -> tuple[RuleAssignment, Comparison]:
-        """The assignment that the check agrees with, and the comparison.
+        """Return the assignment that passes the check, and its comparison.
 
         Raises:
-            Refusal: parameters for which no candidate agrees.
+            Refusal: parameters for which no candidate passes.
             NotImplementedError: layers in which examples mix.
         """
         names = {name for t in assignment.all for name in t.parameters.values()}
         names |= assignment.unknown.keys()
-        # Step 1: the rules of the layers' classes. Derived layers that take other arguments are
-        # followed.
+        # Step 1: the rules of the layers' classes. Follow the operations of derived layers that
+        # take other arguments.
         while True:
             try:
                 if any(divided.by_parts.is_checked for divided in assignment.divided):
@@ -91,12 +91,12 @@ class Search:
                 if class_and_hooks(error.tracked.layer)[0] is error.tracked.layer_type:
                     raise
                 assignment = _without_layers(assignment, [error.tracked])
-        if comparison.is_other_output:  # own parameters are all that has copies so far
+        if comparison.is_other_output:  # so far only registered parameters have copies
             own = _own_names(assignment)
             raise Refusal(dict.fromkeys(own, no_copies(own))) from comparison.error
-        # Step 2: the other candidates.
+        # Step 2: try the other candidates.
         for candidate in CANDIDATES:
-            # Of one example a single row may be what all examples share.
+            # With one example, all examples may share a single row.
             is_open = self.N == 1 or comparison.unknown or assignment.unknown
             if comparison.is_finite and (is_open or not comparison.agrees):
                 assignment, comparison = candidate(self, assignment, comparison)
@@ -106,19 +106,19 @@ class Search:
             raise_mixed(comparison)
         for x, counted in self._batches[1:]:
             raise_mixed(compare(self.model, assignment, x, counted))
-        # Step 3: layers that did not run, and rows of embeddings that are constants.
+        # Step 3: report layers that did not run, and find embedding rows that are constants.
         runs = comparison.runs.number
         ran = {name for t in assignment.layers if runs[t] for name in t.parameters.values()}
         if idle := [t for t in assignment.layers if not ran.issuperset(t.parameters.values())]:
             warnings.warn(
-                "These layers are no part of the forward pass, and their blocks are zero: "
-                f"{', '.join(map(str, idle))}.",
+                "Layers that do not run in the forward pass have zero blocks: "
+                f"{', '.join(map(str, idle))}. Freeze them if the model does not need them.",
                 stacklevel=2,
             )
             unseen = {name for t in idle for name in t.parameters.values()} - ran
             assignment = replace(assignment, idle=tuple(unseen))
         assert names <= {name for t in assignment.all for name in t.parameters.values()}
-        # Where any can be.
+        # Only if any layer can have such rows.
         of_layers = [getattr(t.layer, "padding_idx", None) for t in assignment.all]
         if assignment.diagonal or of_layers.count(None) < len(of_layers):
             from kfac_backend.engine.operations.padding import padding_rows
@@ -127,10 +127,10 @@ class Search:
         return assignment, comparison
 
     def again(self, assignment: RuleAssignment) -> tuple[RuleAssignment, Comparison]:
-        """The same assignment, if the check agrees.
+        """Return the same assignment if it passes the check.
 
         Raises:
-            Refusal: parameters for which it does not.
+            Refusal: parameters for which it does not pass.
             NotImplementedError: layers in which examples mix.
         """
         comparison = self.check(assignment)
@@ -145,8 +145,9 @@ class Search:
     def other_rules(
         self, assignment: RuleAssignment, comparison: Comparison
     ) -> tuple[RuleAssignment, Comparison]:
-        """Candidate 1: the rules for derived layers that do the same along other axes."""
-        # Of a layer for which none is right the last one stays, whose parameters are followed then.
+        """Candidate 1: the rules for derived layers that compute the same along other axes."""
+        # If no rule is right for a layer, the last one stays, and candidate 3 follows its
+        # parameters.
         number = max((len(t.rule.alternatives) for t in assignment.layers), default=0)
         alternatives = [t.rule.alternatives for t in assignment.layers]
         for k in range(number if comparison.wrong else 0):
@@ -165,7 +166,7 @@ class Search:
     def other_runs(
         self, assignment: RuleAssignment, comparison: Comparison
     ) -> tuple[RuleAssignment, Comparison]:
-        """Candidates 2: runs on an input that all examples share, on several rows, on constants."""
+        """Candidates 2: runs on a shared input, on several rows per example, and on constants."""
         if self.N is not None and (self.N == 1 or comparison.unknown or comparison.mixed):
             return self._shared_or_consecutive(assignment, comparison)
         if comparison.runs.constants():
@@ -175,18 +176,19 @@ class Search:
     def _shared_or_consecutive(
         self, assignment: RuleAssignment, comparison: Comparison
     ) -> tuple[RuleAssignment, Comparison]:
-        """Kinds of runs, by the shapes of inputs with one example and with the same one twice.
+        """Derive the kinds of runs from input shapes with one example, and with it repeated.
 
-        - An input that all examples share, such as an embedding of positions, has the same shape
-          both times. If the model broadcasts the output, a copy for each example changes no number
-          and receives that example's gradient. Otherwise the output is followed to where it meets
-          the examples.
-        - Several rows of each example are k > 1 rows for one example and 2k for two.
+        - An input that all examples share, such as a position embedding, has the same shape both
+          times. If the model broadcasts the output, a copy per example changes no number and
+          receives that example's gradient. Otherwise the search follows the output up to the
+          operation that combines it with the examples.
+        - A run with several rows per example has k > 1 rows for one example and 2k for two.
         """
 
         def trial() -> tuple[dict[TrackedLayer, list[Run]], list[dict[TrackedLayer, list[Any]]]]:
             shapes = []
-            # The same example twice, not two: sizes that depend on values (routing) then agree.
+            # Repeat one example instead of taking two: sizes that depend on values (routing) then
+            # agree.
             for index in ([0, 0], [0]):
                 some, inputs = examples(self.few, torch.tensor(index)), _InputShapes()
                 with Capture(self.model, assignment, inputs) as capture:
@@ -206,7 +208,7 @@ class Search:
         for tracked, sizes in shapes.items():
             of_two = shapes_of_two.get(tracked, [])
             for number, (shape, twice) in enumerate(zip(sizes, of_two, strict=False)):
-                # The shape is None where `examples_of_rows` gives the examples.
+                # The shape is None if `examples_of_rows` declares the examples.
                 if shape is None or twice is None or kinds[tracked][number] == "constant":
                     continue
                 if shape == twice and len(sizes) == len(of_two):
@@ -215,8 +217,8 @@ class Search:
                     kinds[tracked][number] = "consecutive"
         if all(set(of_layer) == {"examples"} for of_layer in kinds.values()) and not shared:
             return assignment, comparison
-        # A first axis of size one may be a batch axis or an axis with a single position. Its size
-        # does not tell, so both are tried: with the wrong one the model's output changes.
+        # A first axis of size one may be a batch axis or an axis with a single position. The size
+        # does not distinguish them, so try both: the wrong one changes the model's output.
         names = {name for tracked, _ in shared for name in tracked.parameters.values()}
         for first in (True, False) if shared else ():
             for (tracked, number), shape in shared.items():
@@ -226,22 +228,22 @@ class Search:
             is_mixed = any(names & set(t.parameters.values()) for t in compared.mixed)
             if not (compared.is_other_output or is_mixed or names & compared.wrong.keys()):
                 return tried, compared
-        # Neither fits, as for a table that is indexed before it meets the examples.
+        # Neither fits, for example a table that is indexed before it is added to the examples.
         for tracked, number in shared:
             kinds[tracked][number] = "followed"
         assignment = _with_runs(assignment, kinds)
-        # `followed` compares, if there is anything shared.
+        # If anything is shared, `followed` makes the comparison.
         return (assignment, comparison) if shared else self._consecutive_where_right(assignment)
 
     def _consecutive_where_right(
         self, assignment: RuleAssignment
     ) -> tuple[RuleAssignment, Comparison]:
-        """The assignment without guesses of several rows that do not follow one another."""
+        """Return the assignment without wrong guesses of "consecutive" rows."""
         while True:
             comparison = self.check(assignment)
             runs = dict(assignment.runs)
             for tracked in comparison.mixed:
-                # The experts of one array are all routed alike.
+                # All experts of one array are routed alike.
                 names = set(tracked.parameters.values())
                 if "consecutive" in runs.get(tracked.layer, ()):
                     for t in assignment.layers:
@@ -257,7 +259,7 @@ class Search:
     def followed(
         self, assignment: RuleAssignment, comparison: Comparison
     ) -> tuple[RuleAssignment, Comparison]:
-        """Candidates 3: parameters, and outputs that all examples share, operation by operation."""
+        """Candidates 3: follow parameters and shared outputs operation by operation."""
         shared = _shared_outputs(assignment)
         wrong = self._messages(assignment, comparison)
         own = [name for name in _own_names(assignment) if name in wrong]
@@ -265,15 +267,15 @@ class Search:
             raise Refusal({name: wrong[name] for name in own})
         if not (wrong or shared or assignment.unknown):
             return assignment, comparison
-        if self.N is None:  # following needs one example and two
+        if self.N is None:  # following needs a run with one example and a run with two
             raise Refusal({**assignment.unknown, **wrong})
-        # Loaded only where there is something to follow.
+        # Import only if there is something to follow.
         from kfac_backend.engine.operations.classify import follow
 
         layers = [t for t in assignment.layers if wrong.keys() & set(t.parameters.values())]
         idle = [t for t in layers if not comparison.runs.number[t]]
-        # A layer's own runs are by its rule, if it is right and other uses are not seen; or they
-        # are followed, too, if it is not.
+        # Keep the rule for a layer's own runs if it is right and only other uses are missing.
+        # Otherwise follow these runs, too.
         choices = [idle, layers]
         if any(class_and_hooks(t.layer) != (t.layer_type, []) for t in layers):
             choices.reverse()
@@ -300,10 +302,10 @@ class Search:
         raise refusals[0]
 
     def _messages(self, assignment: RuleAssignment, comparison: Comparison) -> dict[str, str]:
-        """Parameters whose gradients are wrong -> the message if they cannot be followed.
+        """Return the error message of each parameter with wrong gradients, for a failed follow.
 
         Raises:
-            NotImplementedError: the rule of one was registered by the user for this very layer.
+            NotImplementedError: the user registered the parameter's rule for this very class.
         """
         messages = {}
         for t in assignment.all:
@@ -311,14 +313,15 @@ class Search:
                 if name not in comparison.wrong or name in messages:
                     continue
                 messages[name] = (
-                    f"'{name}' reached the model's output outside of the forward of its layer {t}, "
-                    "where hooks cannot see it (used functionally, by a layer without a rule, or "
-                    "in a compiled model), or the layer computes something other than its class "
-                    f"{t.layer_type.__name__} and the rule for it (an overridden forward, a hook, "
-                    f"or computed weights): gradients differ by {comparison.wrong[name]:.2g} of "
-                    "themselves. Call the layer itself, pass the model before torch.compile, "
-                    "register a rule for its class (register_rule), derive it from nn.Module, or "
-                    "freeze it (requires_grad_(False))."
+                    f"The gradient of '{name}' differs from autograd's by "
+                    f"{comparison.wrong[name]:.2g} (relative). Either the parameter is used "
+                    f"outside of the forward of its layer {t}, where hooks cannot see it (a "
+                    "functional call, a layer without a rule, or a compiled model). Or the layer "
+                    f"computes something other than its class {t.layer_type.__name__} (an "
+                    "overridden forward, a hook, or computed weights). Call the layer itself, "
+                    "pass the model before torch.compile, register a rule for its class "
+                    "(register_rule), derive it from nn.Module, or freeze it "
+                    "(requires_grad_(False))."
                 )
                 if isinstance(t.layer, OwnParameter):
                     messages[name] = no_copies([name])
@@ -328,7 +331,7 @@ class Search:
 
 
 CANDIDATES = (Search.other_rules, Search.other_runs, Search.followed)
-"""What is tried in this order where the check disagrees; after them comes a refusal."""
+"""Candidates in the order of trial after a failed check. If none passes, the search refuses."""
 
 
 def raise_mixed(comparison: Comparison) -> None:
@@ -340,8 +343,8 @@ def raise_mixed(comparison: Comparison) -> None:
     for tracked in comparison.hidden:
         raise NotImplementedError(
             f"In layer {tracked} rows that do not count reach the output. Leave them out of "
-            "whatever pools over positions, or let them count (those that a batch's mask "
-            "hides: dict_key_mask=None)."
+            "operations that pool over positions, or let all positions count (for a batch's mask: "
+            "dict_key_mask=None)."
         )
     for tracked in comparison.mixed:
         if isinstance(tracked.layer, OwnParameter):
@@ -351,13 +354,14 @@ def raise_mixed(comparison: Comparison) -> None:
 
 
 def mixed_message(tracked: TrackedLayer) -> str:
-    """The message for a layer in which the rows of different examples mix."""
+    """Return the message for a layer in which the rows of different examples mix."""
     return (
-        f"In layer {tracked} the rows of different examples mix: its input has no batch axis in "
-        "front, a layer behind it shares information within a batch, or its rows are examples in "
-        "another order than the outputs. Put the batch axis first (N, ..., d), say which example "
-        "each row belongs to (examples_of_rows), make what belongs together one example with "
-        "several loss terms (outputs (N, R, C)), or freeze it (requires_grad_(False))."
+        f"In layer {tracked} the rows of different examples mix. Likely causes: its input has no "
+        "batch axis in front, a later layer shares information within a batch, or its rows are "
+        "in another order than the outputs. Put the batch axis first (N, ..., d), say which "
+        "example each row belongs to (examples_of_rows), make one example with several loss terms "
+        "of examples that belong together (outputs (N, R, C)), or freeze it "
+        "(requires_grad_(False))."
     )
 
 
@@ -366,13 +370,15 @@ def _own_names(assignment: RuleAssignment) -> list[str]:
 
 
 def _without_layers(assignment: RuleAssignment, layers: list[TrackedLayer]) -> RuleAssignment:
-    """The assignment in which layers' parameters are followed operation by operation."""
+    """Return the assignment that follows these layers' parameters operation by operation."""
     if not layers:
         return assignment
     unknown = {
-        name: f"Layer {t} computes something other than its class {t.layer_type.__name__} and the "
-        "rule for it. Register a rule for its class (register_rule), derive it from nn.Module, or "
-        "freeze it (requires_grad_(False))."
+        name: (
+            f"Layer {t} computes something other than its class {t.layer_type.__name__}, so the "
+            "rule for the class does not apply. Register a rule for its class (register_rule), "
+            "derive it from nn.Module, or freeze it (requires_grad_(False))."
+        )
         for t in layers
         for name in t.parameters.values()
     }
@@ -384,13 +390,13 @@ def _without_layers(assignment: RuleAssignment, layers: list[TrackedLayer]) -> R
 
 
 def _shared_outputs(assignment: RuleAssignment) -> dict[str, str]:
-    """The parameters of layers whose output is followed -> the message if that fails."""
+    """Return messages for parameters of layers with a followed output, for a failed follow."""
     layers = [t for t in assignment.layers if "followed" in assignment.runs.get(t.layer, ())]
     message = (
-        f"{' and '.join(map(str, layers))} has the same input for all examples, and its output "
-        "cannot be copied for each, (N, ...): that would change the model's output, or rows of "
-        "different examples mix (dropout on a shared output mixes them, too). Give it a batch axis "
-        "(N, ...), or freeze it (requires_grad_(False))."
+        f"{' and '.join(map(str, layers))} has the same input for all examples. Its output cannot "
+        "be copied for each example, (N, ...), because that changes the model's output or mixes "
+        "examples (as dropout on a shared output does). Give it a batch axis (N, ...), or freeze "
+        "it (requires_grad_(False))."
     )
     return {name: message for t in layers for name in t.parameters.values()}
 
@@ -399,13 +405,13 @@ def check_parts(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
     """Compare layers that run by parts with their own forward.
 
     Raises:
-        Refusal: parts that compute something else, by the layer's name.
+        Refusal: the parts of a layer compute something else; the message names the layer.
     """
     divided = [d for d in assignment.divided if d.by_parts.is_checked]
     if not divided:
         return
     names = {id(p): name for name, p in model.named_parameters()}
-    of_rules = {name for t in assignment.all for name in t.parameters.values()}  # by rules
+    of_rules = {name for t in assignment.all for name in t.parameters.values()}  # those with a rule
     messages = {
         d: {
             names[id(p)]: f"Layer '{d.name}' ({type(d.layer).__name__}) computes something other "
@@ -429,7 +435,7 @@ def check_parts(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
         comparison = wrong(replace(assignment, own_parameters=[]))
         if not comparison.is_other_output and not every.keys() & comparison.wrong.keys():
             return
-        # All at once is cheaper; one after the other shows whose output is another.
+        # One run for all is cheaper; single runs show which layer's output differs.
         for d, of_layer in messages.items():
             alone = wrong(replace(assignment, divided=[d], own_parameters=[]))
             if of_layer and (alone.is_other_output or of_layer.keys() & alone.wrong.keys()):
@@ -438,17 +444,16 @@ def check_parts(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
 
 
 def with_first_again(x: Any, N: int, can_split: bool = True) -> tuple[Any, Tensor | None]:
-    """The N examples with the first one again at the end, and the example index of each row.
+    """Repeat the first of N examples at the end; return the rows and their example indices.
 
-    This exposes a forward that changes the order of the examples, also where they happen to be in
-    order. Sorting puts equal examples side by side; here equal examples stand at both ends, so that
-    sorting must move some.
+    This exposes a forward that reorders the examples, even if they happen to be in order: equal
+    examples stand at both ends, and sorting would put them side by side.
 
     Args:
         x: the examples.
-        N: their number.
-        can_split: whether the model takes batches of another size. If not, the copy replaces the
-            last example of a batch of at least three; a smaller batch is returned as it is, with
+        N: number of examples.
+        can_split: whether the model accepts batches of another size. If not, the copy replaces the
+            last example of a batch of at least three. A smaller batch is returned unchanged, with
             None for the indices.
     """
     if not can_split and N < 3:
@@ -457,16 +462,16 @@ def with_first_again(x: Any, N: int, can_split: bool = True) -> tuple[Any, Tenso
     device = next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
     index = torch.arange(N + 1 if can_split else N, device=device)
     index[-1] = 0
-    again = try_twice(lambda: examples(x, index))  # objects of the user's may take slices alone
+    again = try_twice(lambda: examples(x, index))  # user-defined objects may support only slices
     return (again, index) if type(again) is type(x) else (x, None)
 
 
 @dataclass(eq=False)
 class _InputShapes(Sink):
-    """The shape of each run's input; None where it does not tell the number of examples.
+    """Record the input shape of each run, or None if it does not give the number of examples.
 
-    That is where `examples_of_rows` says which example each row belongs to: the rows of one example
-    may be as many as those of several by chance. The same holds where there are none.
+    It is None if `examples_of_rows` declares the example of each row, because one example may have
+    as many rows as several others. It is also None for empty inputs.
     """
 
     shapes: dict[TrackedLayer, list[torch.Size | None]] = field(default_factory=dict)
@@ -480,16 +485,16 @@ class _InputShapes(Sink):
 
 
 def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) -> RuleAssignment:
-    """The assignment with the runs of those layers that have any other kind than "examples"."""
+    """Return the assignment with the runs of layers that have kinds other than "examples"."""
     others = {t.layer: tuple(kinds) for t, kinds in runs.items() if set(kinds) != {"examples"}}
     return replace(assignment, runs=others)
 
 
 def no_copies(names: list[str]) -> str:
-    """The message for own parameters that the forward does not take a copy of for each example."""
+    """Return the message for registered parameters of which the forward rejects copies."""
     return (
-        f"The forward does not take a copy for each example of {', '.join(map(repr, names))}: with "
-        "(N, ...) in place of (1, ...) its output is another, or examples mix. Use them "
-        "elementwise, give register_parameters the shape as which they are broadcast, or freeze "
-        "them (requires_grad_(False))."
+        f"The forward does not support one copy per example of {', '.join(map(repr, names))}: "
+        "with (N, ...) instead of (1, ...) its output changes, or examples mix. Use them "
+        "elementwise, pass register_parameters the broadcast shape, or freeze them "
+        "(requires_grad_(False))."
     )

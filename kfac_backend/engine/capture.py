@@ -1,22 +1,21 @@
-"""Hooks: one forward pass, then backward passes to the first tracked outputs only.
+"""Capture the inputs and output gradients of layers with hooks.
 
+A capture has one forward pass, and backward passes that end at the first tracked outputs.
 Parameters are detached meanwhile. The graph begins at the outputs of the first tracked layers,
-which become leaves that require a gradient (the *sources*). So no weight gradient is ever computed,
-and no backward pass goes further than these layers. A `Sink` is handed each layer's input in the
-forward pass, and the gradient in its output in each backward pass.
+which become leaves that require a gradient (the *sources*). So autograd computes no weight
+gradients, and no backward pass goes further than these layers. A `Sink` receives each layer's input
+in the forward pass, and the gradient of its output in each backward pass.
 
 Life cycle. A `Capture` is a context for one forward pass: entering it registers the hooks, leaving
-it removes them and drops the graph. Inside, `forward` runs the model and hands over the input of
-each run of a layer. Then `backward` propagates vectors back, one after the other, and hands over
-the gradient of each run that a vector reaches. Meanwhile `Runs` note which runs there were and
-which of them a vector has reached. Last, `Runs.check_reached` compares these with the runs of the
-proof.
+it removes them and drops the graph. Inside, `forward` runs the model and reports the input of each
+run of a layer. Then `backward` propagates vectors back, one after the other, and reports the
+gradient of each run that a vector reaches. `Runs` records the runs, and which of them a vector has
+reached. Last, `Runs.check_reached` compares them with the runs of the proof.
 
-A step of training shows its own forward pass instead (`Sink.in_training`). `begin` takes the place
-of `forward`: the training runs the model after it, the hooks are removed then, and the graph stays
-until `forget`, because the backward passes come later. Parameters keep their graph there, which the
-training needs. The curvature's backward passes end at the same sources, so that autograd leaves the
-weights' gradients out.
+A training step makes its own forward pass (`Sink.in_training`), so it calls `begin` instead of
+`forward`. The hooks are removed after the forward pass, but the graph stays until `forget`, because
+the backward passes come later. Parameters keep their graph, which the training needs. The
+curvature's backward passes end at the same sources, so autograd skips the weights' gradients.
 """
 
 import math
@@ -45,105 +44,108 @@ if TYPE_CHECKING:
 
 
 class Sink:
-    """Receives what the tracked layers see; it ignores what a subclass does not take.
+    """Base class of receivers of layer inputs and gradients. By default it ignores them.
 
-    In this order: for a pass, `start`. For each batch: `input`, each time that a layer
-    runs. For each vector that is propagated back: `gradient`, for each run that the vector reaches;
-    then `vector_done`. After the last vector `batch_done`, and `example_gradients` of parameters
-    without a rule. After the last batch `sums`.
+    A pass calls the methods in this order. At the beginning: `start`. For each batch: `input` for
+    each run of a layer. For each propagated vector: `gradient` for each run that the vector
+    reaches, then `vector_done`. After the last vector: `batch_done`, and `example_gradients` for
+    parameters without a rule. After the last batch: `sums`.
     """
 
     needs_inputs: ClassVar[bool] = False
-    """Whether gradients come with their layer's input, also where its rule does not need it."""
+    """Whether gradients come with their layer's input even if the layer's rule does not need it."""
     in_training: bool = False
-    """Whether it is told of a step of training: `Capture.begin` is called, and the training makes
+    """Whether the sink receives a training step: `Capture.begin` is called, and the training makes
     the forward pass, whose graph stays for its backward pass."""
     keeps_graph: bool = False
-    """Whether the graph in front of the first layers stays, down to what requires a gradient."""
+    """Whether the graph in front of the first layers is kept, down to tensors that require a
+    gradient."""
     differentiable: bool = False
-    """Whether inputs, gradients and outputs keep their graphs in the model's input, which must
+    """Whether inputs, gradients and outputs keep their graphs to the model's input, which must
     require a gradient."""
 
     around_batch: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Makes the context that a batch runs in."""
+    """Factory of a context around each batch."""
     takes_example_gradients: ClassVar[bool] = False
-    """Whether `example_gradients` does anything; they cost other passes over each batch."""
+    """Whether the sink uses `example_gradients`, which cost further passes over each batch."""
 
     def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
-        """Begin with empty sums, also after a pass that failed.
+        """Begin with empty sums, also after a failed pass.
 
         Args:
-            assignment: the layers, as the proof has completed them.
+            assignment: the layers, as completed by the proof.
             kfac_approx: the mode, no longer "auto".
         """
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
-        """A layer runs, on the input of this use."""
+        """Receive the input of a layer's run."""
 
     def vectors(
         self, of_fisher: Callable[[Tensor, Tensor], Iterator[Tensor]], f: Tensor, y: Tensor
     ) -> Iterator[Tensor]:
-        """The vectors to propagate back at outputs and targets; those of the Fisher by default."""
-        # A view: its own gradients, as of a loss, are no vectors, and come to no layer's hook.
+        """Return the vectors to propagate back from the outputs, by default the Fisher's."""
+        # A view: gradients of f itself, as of a loss, are no vectors and must reach no layer's
+        # hook.
         return of_fisher(f.view_as(f) if self.differentiable else f.detach(), y)
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """A vector has reached a use's output, as the gradient b in the output's shape.
+        """Receive the gradient b of a use's output, in the output's shape.
 
-        The use has its input only if the layer's rule or this sink needs it; otherwise an empty
-        tensor takes its place, so that memory does not hold all layers' inputs. Autograd may add to
-        b in place later, or reuse its memory.
+        The use has its input only if the layer's rule or this sink needs it. Otherwise an empty
+        tensor replaces it, so that memory does not hold all layers' inputs. Autograd may later add
+        to b in place, or reuse its memory.
         """
 
     def vector_done(self) -> None:
-        """All inputs of a batch, and all gradients of a vector, have come.
+        """Called after all inputs of a batch, and after all gradients of a vector.
 
-        It comes at least once for each batch: outputs that depend on no layer have no gradients.
+        It is called at least once per batch: outputs that depend on no layer have no gradients.
         """
 
     def batch_done(self, f: Tensor, y: Tensor) -> None:
-        """All vectors of a batch have come, whose outputs and targets these are."""
+        """Called after all vectors of a batch, with its outputs and targets."""
 
     def example_gradients(self, name: str, g: Tensor) -> None:
-        """Each example's gradient for each vector (n, V, *shape) in a parameter without a rule."""
+        """Receive gradients (n, V, *shape) per example and vector of a parameter without a rule."""
 
     def needs_examples(self, tracked: TrackedLayer) -> bool:
-        """Whether it must be known which example each of the layer's rows belongs to."""
+        """Return whether the example of each of the layer's rows must be known."""
         return True
 
     def sums(self) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
-        """The sums of a pass, additive over data: those of blocks by name, and others.
+        """Return the sums of a pass: those of blocks by name, and others. They add over data.
 
-        They are taken out: the sink is empty until the next `start`.
+        The sink is empty afterwards, until the next `start`.
         """
         return {}, {}
 
 
 @dataclass(eq=False)
 class Runs:
-    """The runs of the tracked layers in a forward pass, and which of them a vector has reached."""
+    """Runs of the tracked layers in a forward pass, and which of them a vector has reached."""
 
     num_examples: int | None = None
-    """N of the input; None if it is not known."""
+    """N of the input; None if unknown."""
     number: Counter[TrackedLayer] = field(default_factory=Counter)
-    """How often each layer has run so far."""
+    """Number of runs of each layer so far."""
     reached: dict[tuple[TrackedLayer, int], bool] = field(default_factory=dict)
-    """(Layer, number of a run from which a gradient must come) -> whether one has come."""
+    """Maps (layer, number of a run that needs a gradient) to whether a gradient has come."""
     examples: dict[TrackedLayer, set[int]] = field(default_factory=dict)
-    """How many examples the rows of a layer's runs belong to."""
+    """Numbers of examples to which the rows of a layer's runs belong."""
     rows: set[tuple[TrackedLayer, int]] = field(default_factory=set)
-    """How many rows each example has in layers with several, if these follow one another."""
+    """Number of consecutive rows per example, for layers with several."""
     not_divisible: list[TrackedLayer] = field(default_factory=list)
-    """Layers with several rows for each example by the proof, but no multiple of N rows now."""
+    """Layers with several rows per example in the proof, but no multiple of N rows now."""
     masked: set[TrackedLayer] = field(default_factory=set)
-    """Layers of whose rows a mask of positions hides some."""
+    """Layers with rows that a mask of positions hides."""
     unmasked: dict[str, int] = field(default_factory=dict)
-    """Layer that a mask of positions does not fit -> the number of its positions, if several."""
+    """Maps layers that a mask of positions does not fit to their number of positions, if
+    several."""
 
     def constants(self) -> list[tuple[TrackedLayer, int]]:
-        """The runs that no vector has reached, though one has reached their parameters elsewhere.
+        """Return runs that no vector has reached although one has reached their parameters.
 
-        If no run of the parameters was reached, the layer takes no part in this output.
+        If no run of the parameters was reached, the layer does not affect this output.
         """
         reached = {
             name
@@ -158,7 +160,7 @@ class Runs:
         ]
 
     def kinds(self) -> dict[TrackedLayer, list[Run]]:
-        """What each run of the layers is, as far as the vectors so far show."""
+        """Return the kind of each run of the layers, as far as the vectors so far show it."""
         kinds: dict[TrackedLayer, list[Run]] = {
             tracked: ["examples"] * number for tracked, number in self.number.items()
         }
@@ -167,9 +169,9 @@ class Runs:
         return kinds
 
     def check_number(self, assignment: RuleAssignment) -> None:
-        """Raise a NotImplementedError if a layer with runs of several kinds has one more or less.
+        """Raise a NotImplementedError if the number of runs of a layer with several kinds changed.
 
-        Kinds are assigned to a layer's runs by their order, which that would shift.
+        Kinds are assigned to runs by their order, which another number of runs would shift.
         """
         for tracked in assignment.layers:
             runs = assignment.runs.get(tracked.layer, ())
@@ -178,10 +180,10 @@ class Runs:
                 raise _other_runs(tracked, f"{number} times instead of {len(runs)}")
 
     def check_examples(self, N: int, sink: Sink, *, hides: bool) -> None:
-        """Raise a NotImplementedError where each of N examples' rows are needed and not known.
+        """Raise a NotImplementedError if rows of N examples are needed, but not known.
 
-        They are needed where the sink needs them (as where positions are summed), and where a mask
-        hides positions, which would count.
+        They are needed if the sink needs them (for example to sum over positions), or if a mask
+        hides positions, which would otherwise count.
         """
         for tracked, numbers in self.examples.items():
             wrong = numbers - {N}
@@ -191,31 +193,30 @@ class Runs:
                 raise NotImplementedError(f"{error}{way_out}")
 
     def check_reached(self) -> None:
-        """Raise a NotImplementedError if a run is constant that was not on the first batch."""
+        """Raise a NotImplementedError for a run that is constant, unlike in the proof."""
         if not all(self.reached.values()):
             for tracked, number in self.constants():
                 raise _other_runs(tracked, f"with a constant output in run {number + 1}")
 
 
 class Capture:
-    """A context that hands a sink the tracked layers' inputs and the gradients in their outputs.
+    """Context that passes the tracked layers' inputs and output gradients to a sink.
 
     Args:
         model: the model.
         assignment: its tracked layers.
-        sink: receives them.
-        constants: name -> what takes a parameter's place, such as its weight in another memory
-            format, unless the parameter is followed.
+        sink: the receiver.
+        constants: replacements of parameters by name, such as a weight in another memory format.
+            They do not apply to followed parameters.
         arithmetic: makes the context in which the sink works.
-        follower: makes the context that sees operations on parameters, from the arguments of
-            `Follower`, which is the default. The proof passes other followers, which find out
-            what the operations are.
+        follower: makes the context that follows operations on parameters; by default a `Follower`.
+            The proof passes other followers, which classify the operations.
 
     Raises:
-        NotImplementedError: in the forward pass, a layer under no_grad; own parameters with an
-            input whose number of examples is not known.
+        NotImplementedError: in the forward pass, a layer under no_grad; registered parameters with
+            an input of an unknown number of examples.
         TypeError: in the forward pass, a layer's input that is not of floating point.
-        ValueError: in the forward pass, rows that are not those of a layer's input.
+        ValueError: in the forward pass, rows that do not fit a layer's input.
     """
 
     def __init__(
@@ -232,23 +233,23 @@ class Capture:
         self.assignment = assignment
         self.sink = Sink() if sink is None else sink
         self.arithmetic = arithmetic
-        """The context in which the sink works."""
+        """Factory of the context in which the sink works."""
         self._constants = dict(constants or {})
         self._follows = bool(assignment.operations.names) or any(
             "followed" in kinds for kinds in assignment.runs.values()
         )
         self._kind_of_follower = follower
         self.follower: "Follower | None" = None
-        """What sees the operations on followed parameters; None if nothing is followed."""
+        """Follows the operations on followed parameters; None if there are none."""
         self._hooks = ExitStack()
         self.listens = False
-        """Whether gradients are reported, whoever propagates them. The hooks on gradients stay on
-        the graph, which the training's own backward pass uses, too."""
+        """Whether gradients are reported, whoever propagates them. The hooks stay on the graph,
+        which the training's own backward pass uses, too."""
         self.runs = Runs()
         """The layers' runs in the forward pass."""
-        self._sources: list[Any] = []  # where backward passes end: leaves, or edges of a kept graph
+        self._sources: list[Any] = []  # ends of backward passes: leaves, or edges of a kept graph
         self._idle: dict[str, Tensor] = {}  # the first sources
-        # The nodes of tracked outputs and of leaves so far. `requires_grad` does not tell whether a
+        # The nodes of tracked outputs and of leaves so far. `requires_grad` does not show whether a
         # tensor depends on a source: see `_reach`.
         self._nodes: set[Node] = set()
         self._runs_backward = False  # whether a backward pass has begun
@@ -260,27 +261,27 @@ class Capture:
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
-        if not self.sink.in_training:  # there the backward passes are still to come
+        if not self.sink.in_training:  # in training the backward passes come later
             self.forget()
 
     def forget(self) -> None:
         """Drop the graph, and report nothing from now on."""
         self.listens = False
-        # Hooks stay on a graph as long as its output lives, and they reach this object. A sink that
-        # holds the output would close a circle that Python's garbage collector cannot see.
+        # Hooks live as long as a graph's output, and they refer to this object. A sink that holds
+        # the output would close a cycle that Python's garbage collector cannot see.
         self.sink, self._sources, self._nodes = Sink(), [], set()
         self.follower = self._kind_of_follower = None
 
     def forward(self, x: Any) -> Tensor:
-        """The model's output at x, with a graph down to the first tracked outputs."""
+        """Return the model's output at x, with a graph down to the first tracked outputs."""
         divided = self.assignment.divided
         by_parts = explicit_forwards(self.assignment) if divided else nullcontext()
         with torch.enable_grad(), by_parts:
-            # Own parameters enter as copies (N, ...), followed and idle ones as leaves; all others
-            # are constants, so that no graph leads to them.
+            # Registered parameters enter as copies (N, ...), followed and idle ones as leaves. All
+            # others are constants, so no graph leads to them.
             copies = self.begin(x)
             if self._follows:
-                # Loaded only where there is something to follow.
+                # Import only if there is something to follow.
                 from kfac_backend.engine.operations.follower import Follower
 
                 kind, N = self._kind_of_follower or Follower, self.runs.num_examples
@@ -294,10 +295,11 @@ class Capture:
         return f
 
     def begin(self, x: Any) -> dict[str, Tensor]:
-        """Prepare for the forward pass at x; returns the copies of own parameters that it must use.
+        """Prepare for the forward pass at x, and return copies of the registered parameters.
 
-        These are name -> (N, ...), one copy for each example. The gradient in a copy is one
-        example's; in the parameter itself autograd would add the examples' gradients up.
+        The copies have shape (N, ...), one for each example, and the forward pass must use them.
+        The gradient of a copy belongs to one example. For the parameter itself autograd would sum
+        over the examples.
         """
         self.runs.num_examples = N = num_examples(x)
         for divided in self.assignment.divided:
@@ -315,9 +317,9 @@ class Capture:
         for tracked in self.assignment.own_parameters:
             if N is None:
                 raise NotImplementedError(
-                    f"Parameter '{tracked.name}' needs a copy for each example, whose number "
-                    f"cannot be told from an input of type {type(x).__name__}. Pass a tensor or a "
-                    "mapping of tensors, examples first, or give the type a __len__."
+                    f"Parameter '{tracked.name}' needs a copy for each example, but the number of "
+                    f"examples of an input of type {type(x).__name__} is unknown. Pass a tensor "
+                    "or a mapping of tensors, examples first, or give the type a __len__."
                 )
             layer: Any = tracked.layer
             (name,) = tracked.parameters.values()
@@ -333,17 +335,17 @@ class Capture:
         """Propagate each vector (in the shape of f) back from f.
 
         Returns:
-            The last vector's gradients in some leaves.
+            The last vector's gradients of some leaves.
         """
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         self.listens = True
-        # In training all hooks are removed now.
+        # In training all hooks are already removed.
         if not (self._runs_backward or self.sink.in_training):
             self._hooks.enter_context(layer_hooks(self.assignment, before=_refuse_another_run))
             self._runs_backward = True
-        # Autograd is asked for the gradients in the sources alone. So it computes none of a weight,
-        # and stops at the first tracked layers; the hooks see the gradients in all later outputs as
-        # they pass. What it returns, the sources' own gradients, was reported in the same way.
+        # Ask autograd only for the gradients of the sources. So it computes no weight gradients,
+        # and stops at the first tracked layers. The hooks receive the gradients of all later
+        # outputs on the way. Hooks have also reported the returned gradients of the sources.
         ends = [*leaves, *self._sources]
         if not (f.requires_grad and ends):
             # The output depends on no tracked layer, or no tracked layer has run.
@@ -360,13 +362,13 @@ class Capture:
                 allow_unused=True,
             )
             self._check_idle(gradients[len(leaves) :])
-            # The gradients of followed outputs are complete now.
+            # The gradients of followed outputs are now complete.
             for run in () if self.follower is None else self.follower.vector_done():
                 self.runs.reached[run.tracked, run.number] = True
             with self.arithmetic():
                 self.sink.vector_done()
-        # What is propagated back later is no vector: a training's own gradients, or those of what
-        # was computed from these gradients.
+        # Gradients that are propagated later are no vectors: they belong to the training, or to
+        # derivatives of these gradients.
         self.listens = False
         return gradients[: len(leaves)]
 
@@ -386,29 +388,29 @@ class Capture:
                 )
 
     def report_input(self, tracked: TrackedLayer, use: Use) -> None:
-        """Hand a use's input to the sink, and note how many examples its rows belong to."""
+        """Report a use's input to the sink, and record how many examples its rows belong to."""
         number = use.a.shape[:1].numel() if use.rows is None else use.rows.num_examples
         self.runs.examples.setdefault(tracked, set()).add(number if use.a.dim() else 0)
         with self.arithmetic():
             self.sink.input(tracked, use)
 
     def add_source(self, leaf: Tensor) -> None:
-        """End backward passes at a leaf, too."""
+        """Let backward passes also end at this leaf."""
         self._sources.append(leaf)
         self._nodes.add(get_gradient_edge(leaf).node)
 
     def report_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Hand the gradient in a use's output to the sink."""
+        """Report the gradient of a use's output to the sink."""
         with self.arithmetic():
             self.sink.gradient(tracked, use, b)
 
     def report_run(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
-        """The output of a function that is a layer's run, ``F.linear(a, weight)``, with hooks."""
+        """Return the output of a call like ``F.linear(a, weight)``, with a layer's hooks."""
         self.before(tracked)
         return self.after(tracked, tracked.layer, (a,), {}, output)
 
     def before(self, tracked: TrackedLayer, *_: Any) -> None:
-        """The hook before a layer runs, where operations outside of layers are followed."""
+        """Hook before a layer runs, if operations outside of layers are followed."""
         if self.follower is not None:
             self.follower.inside.append(tracked)
 
@@ -420,22 +422,22 @@ class Capture:
         kwargs: dict[str, Any],
         output: Any,
     ) -> Tensor:
-        """The hook after it; what it returns takes the place of the layer's output."""
+        """Hook after a layer runs. Its result replaces the layer's output."""
         if self.follower is not None:
             self.follower.inside.remove(tracked)
         a = tracked.rule.input_of(args, kwargs)
         check_run(self.model, tracked, a, output)
         if not self.sink.differentiable:
             a = a.detach()
-        # Step 1: what this run works on, as the proof has found.
+        # Step 1: the kind of this run, according to the proof.
         runs, N = self.runs, self.runs.num_examples
         number = runs.number[tracked]
         runs.number[tracked] += 1
-        # Where all runs are of one kind, a layer may run more often than on the first batch.
+        # If all runs are of one kind, a layer may run more often than on the first batch.
         kinds = self.assignment.runs.get(tracked.layer, ("examples",))
         kind = kinds[min(number, len(kinds) - 1)]
         if kind == "followed" and self.follower and N is not None:
-            if output.requires_grad:  # so it depends on examples, as it did not in the proof
+            if output.requires_grad:  # it depends on examples, unlike in the proof
                 raise _other_runs(tracked, f"on examples in run {number + 1}")
             use = Use(a.expand(N, *a.shape))
             self.report_input(tracked, use)
@@ -445,7 +447,7 @@ class Capture:
             return self.follower.start_expression(tracked, number, use, output)
         if isinstance(kind, SharedAxes) and kind.are_those_of(a) and N is not None:
             a, output = kind.for_each_example(a, N), kind.for_each_example(output, N)
-        # Step 2: whose example each row is, if row n is not example n.
+        # Step 2: the example of each row, if row n is not example n.
         declared = current_rows()
         rows = None if declared is None else rows_of(tracked, a, declared)
         if rows is not None and rows.of_positions and not rows.all_count:
@@ -454,21 +456,22 @@ class Capture:
             features = 1 if tracked.rule.takes_integers else a.shape[tracked.rule.features]
             if (number_of_all := a.numel() // max(features, 1)) > N:
                 runs.unmasked[str(tracked)] = number_of_all
-        # Not within a mask of positions: it would have to be grouped in the same way.
+        # Not inside a mask of positions, which would have to be grouped in the same way.
         if kind == "consecutive" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
             runs.rows.add((tracked, len(a) // N))
             if len(a) % N and tracked not in runs.not_divisible:
                 runs.not_divisible.append(tracked)
-        # Step 3: report the input, and remember that a gradient has to come.
+        # Step 3: report the input, and record that a gradient must come.
         use = Use(a if rows is None else rows.flatten(a), rows)
         if kind != "constant":
             self.report_input(tracked, use)
-            # An empty output, as of a graph without edges, gets no gradient, and is no constant.
+            # An empty output, for example of a graph without edges, gets no gradient, but is no
+            # constant.
             if output.numel():
                 runs.reached[tracked, number] = False
         if not (self.sink.needs_inputs or tracked.rule.needs_input):
-            use = Use(a.new_empty(0), rows)  # the hooks would keep the input in memory
+            use = Use(a.new_empty(0), rows)  # otherwise the hooks would keep the input in memory
         return self._with_hook(output, tracked, use, number, is_constant=kind == "constant")
 
     def _with_hook(
@@ -480,29 +483,31 @@ class Capture:
         *,
         is_constant: bool = False,
     ) -> Tensor:
-        """The output, whose gradients are handed to the sink.
+        """Return the output with a hook that reports its gradients to the sink.
 
-        ``number`` is that of the layer's run; own parameters, which do not run, have none.
+        ``number`` is the number of the layer's run. Registered parameters do not run and have none.
         """
-        # An operation in place on a view gives it another node of the graph, and torch never calls
-        # hooks of the former one. So layers that return a view (InstanceNorm) return a copy here.
+        # An in-place operation on a view gives it another node of the graph, and torch never calls
+        # hooks of the former node. So for layers that return a view (InstanceNorm) this returns a
+        # copy.
         if number is not None and output._is_view():  # pyright: ignore[reportPrivateUsage]
-            # Of (N, R, d) linear layers return a view of a product that nobody else has: the same
-            # memory, without a view. A copy would take some percent of a transformer's batch.
+            # For (N, R, d) linear layers return a view of a product that nothing else uses. The
+            # same memory without a view suffices: a copy would cost some percent of a transformer's
+            # batch.
             is_linear = issubclass(tracked.rule, LinearRule)
             output = (
                 torch.ops.aten._unsafe_view(output, output.shape) if is_linear else output.clone()
             )
-        # A first layer's output becomes a source; later ones are reached through the graph.
+        # A first layer's output becomes a source. The graph leads to later ones.
         output = self._reach(output)
-        # Autograd checks the versions of tensors that it keeps. Without gradients of weights it
-        # keeps no layer's input, so an input that is modified in place must be noticed here.
+        # Autograd checks the versions of the tensors that it keeps. Without weight gradients it
+        # keeps no layer inputs, so detect an input that was modified in place here.
         version = use.a._version  # pyright: ignore[reportPrivateUsage]
 
         def on_gradient(b: Tensor) -> None:
             if not self.listens:  # the training's own backward pass
                 return
-            if self.sink.in_training:  # whose gradients may have a graph
+            if self.sink.in_training:  # its gradients may have a graph
                 b = b.detach()
             if is_constant:
                 raise _other_runs(tracked, f"without a constant output in run {(number or 0) + 1}")
@@ -510,8 +515,8 @@ class Capture:
                 self.runs.reached[tracked, number] = True
             if use.a._version != version:  # pyright: ignore[reportPrivateUsage]
                 raise NotImplementedError(
-                    f"The input of layer {tracked} was modified in place after the layer had "
-                    "read it, so that it could not be trained either. Modify a copy."
+                    f"The input of layer {tracked} was modified in place after the layer had read "
+                    "it. Training such a layer fails, too. Modify a copy."
                 )
             if not b.numel():  # graphs without edges
                 return
@@ -523,13 +528,12 @@ class Capture:
         return output
 
     def _reach(self, output: Tensor) -> Tensor:
-        """A tracked output that backward passes reach; it becomes a source if no other one does.
+        """Return a tracked output that backward passes reach; the first ones become sources.
 
-        Where the graph in front of it is still needed, backward passes end at its edge, and it is
-        not cut.
+        If the graph in front of it is still needed, backward passes end at its edge without a cut.
         """
         # A graph may lead to parameters without a rule, to the model's input, or to the output of a
-        # frozen embedding that requires a gradient for a checkpoint, and to no tracked layer. So
+        # frozen embedding that requires a gradient for a checkpoint, but to no tracked layer. So
         # search it for a tracked output.
         ahead, visited = [output.grad_fn], set()
         while ahead:
@@ -546,7 +550,8 @@ class Capture:
             else:
                 source = output.detach().requires_grad_()
                 self._sources.append(source)
-                # A clone, since an activation may work in place, which autograd forbids on a leaf.
+                # A clone, because an activation may work in place, which autograd forbids on a
+                # leaf.
                 output = source.clone()
         if output.grad_fn is not None:
             self._nodes.add(output.grad_fn)
@@ -558,9 +563,9 @@ def layer_hooks(
     before: Callable[..., object] | None = None,
     after: Callable[..., object] | None = None,
 ) -> ExitStack:
-    """A context in which functions are called before and after each run of the tracked layers.
+    """Return a context that calls functions before and after each run of the tracked layers.
 
-    They get the tracked layer, and then what torch gives hooks with keyword arguments.
+    Their arguments are the tracked layer, then the arguments of torch's hooks with keywords.
     """
     handles = ExitStack()
     for tracked in assignment.layers:
@@ -575,12 +580,12 @@ def layer_hooks(
 
 
 def _refuse_another_run(tracked: TrackedLayer, *_: Any) -> None:
-    """The hook before a layer runs again in a backward pass."""
+    """Hook before a layer that runs again in a backward pass."""
     raise NotImplementedError(
-        f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), "
-        "where it would be counted twice. Checkpoint in train mode alone (if "
-        "self.training), with the curvature in eval mode; switch checkpointing off; or "
-        "freeze it (requires_grad_(False))."
+        f"Layer {tracked} runs again in the backward pass (torch.utils.checkpoint), so hooks "
+        "would count it twice. Use checkpoints only in train mode (if self.training) and compute "
+        "the curvature in eval mode, switch checkpointing off, or freeze it "
+        "(requires_grad_(False))."
     )
 
 
@@ -588,64 +593,63 @@ def check_run(model: nn.Module, tracked: TrackedLayer, a: Tensor, output: object
     """Raise an error if the hooks cannot follow a run of a layer on this input.
 
     Raises:
-        UnexpectedRun: an input of integers for a layer that takes none, or the other way round; an
-            output that is no tensor.
+        UnexpectedRun: an input of integers for a layer that needs floating point, or the reverse;
+            an output that is no tensor.
         NotImplementedError: a layer that runs without gradients.
     """
     if a.is_floating_point() == tracked.rule.takes_integers:
         dtype = next(model.parameters()).dtype
-        needs = f"floating point, as the model's parameters ({dtype})"
+        needs = f"floating point, like the model's parameters ({dtype})"
         way_out = "x.float() / 255 for images in uint8"
         if tracked.rule.takes_integers:
-            needs, way_out = "integers", "tokens.long() for tokens' numbers"
+            needs, way_out = "integers", "tokens.long() for token indices"
         raise UnexpectedRun(
             tracked,
-            f"Layer {tracked} got an input of dtype {a.dtype}; it needs {needs}. "
-            f"Convert the data, for example {way_out}.",
+            f"Layer {tracked} got an input of dtype {a.dtype}, but needs {needs}. Convert the "
+            f"data, for example {way_out}.",
         )
     if not isinstance(output, Tensor):
         raise UnexpectedRun(
-            tracked, f"Layer {tracked} returned {type(output).__name__}, and not a tensor."
+            tracked, f"Layer {tracked} returned {type(output).__name__}, but must return a tensor."
         )
     if torch._C._functorch.is_functorch_wrapped_tensor(a):  # pyright: ignore
         raise NotImplementedError(
-            f"Layer {tracked} runs inside of torch.func.vmap or another transform, where hooks "
-            "see one example or none. Call it on the whole batch, or freeze it "
-            "(requires_grad_(False))."
+            f"Layer {tracked} runs inside torch.func.vmap or another transform, so hooks cannot "
+            "see all examples. Call it on the whole batch, or freeze it (requires_grad_(False))."
         )
     if not torch.is_grad_enabled():
         raise NotImplementedError(
             f"Layer {tracked} runs without gradients (under torch.no_grad, or in a reentrant "
-            "checkpoint). Let gradients through (checkpoint with use_reentrant=False, in train "
-            "mode alone), or freeze it (requires_grad_(False))."
+            "checkpoint). Enable gradients (for checkpoints: use_reentrant=False, only in train "
+            "mode), or freeze it (requires_grad_(False))."
         )
 
 
 def _other_runs(tracked: TrackedLayer, difference: str) -> NotImplementedError:
-    """The error for a layer whose runs differ from those that were found on the first batch."""
+    """Return the error for a layer whose runs differ from those on the first batch."""
     return NotImplementedError(
-        f"Layer {tracked}, which runs on examples and on something else, runs {difference} in this "
-        "batch. That differs from the first batch, so that its runs cannot be told apart. Use "
-        "separate layers, or freeze it (requires_grad_(False))."
+        f"Layer {tracked} has runs on examples and runs on something else. In this batch it runs "
+        f"{difference}, unlike in the first batch, so its runs cannot be told apart. Use separate "
+        "layers, or freeze it (requires_grad_(False))."
     )
 
 
 def unknown_examples(
     tracked: TrackedLayer, rows: int, N: int, unit: str = "examples"
 ) -> NotImplementedError:
-    """The error for a layer with rows that belong to unknown ones of N examples."""
+    """Return the error for a layer whose rows belong to unknown examples."""
     return NotImplementedError(
-        f"Layer {tracked} got {rows} rows in a batch of {N} {unit}, and each example's rows must "
+        f"Layer {tracked} got {rows} rows in a batch of {N} {unit}, but each example's rows must "
         "be known. Keep the batch axis first and the shared axes apart, (N, ..., d), or say which "
         "example each row belongs to (examples_of_rows)."
     )
 
 
 def rows_of(tracked: TrackedLayer, a: Tensor, rows: Rows) -> Rows | None:
-    """The examples of a layer's rows, by what `examples_of_rows` or `counted_positions` declares.
+    """Return the examples of a layer's rows from `examples_of_rows` or `counted_positions`.
 
-    A mask of positions (`counted_positions`) may enclose a whole model; it is ignored by layers
-    whose input has other axes. An index of rows (`examples_of_rows`) must fit each layer inside.
+    A mask of positions (`counted_positions`) may enclose a whole model; layers whose input has
+    other axes ignore it. An index of rows (`examples_of_rows`) must fit each layer inside.
 
     Raises:
         ValueError: an index that does not fit the layer's input.
@@ -658,13 +662,13 @@ def rows_of(tracked: TrackedLayer, a: Tensor, rows: Rows) -> Rows | None:
     applies = flattened or (fits and features >= len(rows.axes))
     if rows.of_positions and not applies:
         return None
-    # (N·R, ...): that these are positions is a guess, which the proof of independence tests.
+    # (N·R, ...): this guesses that the rows are positions, and the proof of independence tests it.
     if rows.of_positions and flattened:
         return replace(rows, axes=(math.prod(rows.axes),))
     if not fits:
         raise ValueError(
-            f"Layer {tracked} got an input of shape {tuple(a.shape)} where examples_of_rows was "
-            f"given an index of shape {rows.axes}; its axes must be the input's first. Call the "
-            "layer outside of it, or give the index of these rows."
+            f"Layer {tracked} got an input of shape {tuple(a.shape)}, but the index of "
+            f"examples_of_rows has shape {rows.axes}. The index's axes must be the input's first. "
+            "Call the layer outside of the context, or pass the index of these rows."
         )
     return rows

@@ -1,13 +1,13 @@
-"""One comparison of what the hooks of `capture` see with autograd, on a few examples.
+"""Compare captured inputs and gradients with autograd on a few examples.
 
-It takes random gradients u of the outputs, and a coefficient c_n for each example:
+The comparison uses random gradients u of the outputs, and a coefficient c_n for each example:
 
-- Backward pass 1, with u. The gradients Σ b aᵀ by the rules must equal autograd's: then every use
-  of a parameter is seen, and every rule computes what its layer does.
-- Backward pass 2, with c_n u_n. Each row's b must be c_n times that of pass 1: then the row belongs
-  to example n, and no examples mix.
+- Backward pass 1 propagates u. The gradients Σ b aᵀ by the rules must equal autograd's. This shows
+  that the hooks capture every use of a parameter, and that every rule computes what its layer does.
+- Backward pass 2 propagates c_n u_n. Each row's b must be c_n times its b of pass 1. This shows
+  that the row belongs to example n, and that no examples mix.
 
-Both are linear in u, so that equality at random values is equality.
+Both conditions are linear in u, so equality at random values implies equality.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,53 +39,53 @@ from kfac_backend.precision import at_least_float32
 from kfac_backend.sharding import class_and_hooks, detached_parameters
 
 COEFFICIENTS = tuple(sign * 2.0**k for k in range(-2, 3) for sign in (1, -1))
-"""The coefficients c. Powers of two scale gradients without rounding, so that the comparison of
-rows is exact up to the order of sums."""
+"""Coefficients c. Powers of two scale gradients without rounding, so the comparison of rows is
+exact up to the order of sums."""
 
 
 @dataclass(eq=False)
 class _Gradients(Sink):
-    """Holds the gradient of each use, vector by vector."""
+    """Store the gradient of each use by vector."""
 
     needs_inputs = True
     keeps_graph: bool = False
     by_vector: list[dict[tuple[TrackedLayer, Use], Tensor]] = field(default_factory=lambda: [{}])
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Hold a copy, since autograd may reuse the memory."""
+        """Store a copy, because autograd may reuse the memory."""
         self.by_vector[-1][tracked, use] = b.detach().clone()
 
     def vector_done(self) -> None:
-        """Begin with the next vector."""
+        """Begin the next vector."""
         self.by_vector.append({})
 
 
 @dataclass(eq=False)
 class Comparison:
-    """The result of a check."""
+    """Result of a check."""
 
     runs: Runs = field(default_factory=Runs)
-    """The layers' runs."""
+    """Runs of the layers."""
     output_dim: int = 0
-    """How many axes the model's output has."""
+    """Number of axes of the model's output."""
     is_finite: bool = True
-    """Whether outputs and gradients show anything. If not, they are reported with the targets."""
+    """Whether outputs and gradients are finite. If not, the check of the targets reports them."""
     is_other_output: bool = False
-    """Whether the model's output changes where copies or parts replace parameters or layers."""
+    """Whether copies of parameters, or layers by parts, change the model's output."""
     error: Exception | None = None
-    """The error by which the model refuses them, if any."""
+    """Error of the model with these copies or parts, if any."""
     wrong: dict[str, float] = field(default_factory=dict)
-    """Parameters whose gradient by the rules is not autograd's -> the relative error."""
+    """Relative error of the gradient by parameter, if it differs from autograd's."""
     mixed: list[TrackedLayer] = field(default_factory=list)
-    """Layers with rows that belong to no example, or to another one than their place says."""
+    """Layers with rows that belong to no example, or to another one than their position says."""
     unknown: list[TrackedLayer] = field(default_factory=list)
-    """Layers whose rows belong to one example each, and it is not known to which."""
+    """Layers whose rows belong to one example each, but to an unknown one."""
     hidden: list[TrackedLayer] = field(default_factory=list)
-    """Layers with rows that do not count, and reach the output."""
+    """Layers with rows that do not count, but reach the output."""
 
     @property
     def agrees(self) -> bool:
-        """Whether all is proved, but for the examples of ``unknown`` layers' rows."""
+        """Whether all is proved, except for the examples of ``unknown`` layers' rows."""
         is_wrong = self.is_other_output or self.wrong or self.mixed or self.hidden
         return not is_wrong and not self.runs.constants()
 
@@ -96,8 +96,8 @@ class Comparison:
         c: Tensor,
         tolerance: float,
     ) -> None:
-        """Add what is wrong with the rows of uses, by their gradients for u and for c_n u_n."""
-        c = torch.cat([c, c.new_zeros(1)])  # of rows that do not count
+        """Add errors in the rows of uses, from their gradients for u and for c_n u_n."""
+        c = torch.cat([c, c.new_zeros(1)])  # for rows that do not count
         for (tracked, use), gradients in by_use.items():
             others = of_c.get((tracked, use), torch.zeros_like(gradients))
             b, b_c = (at_least_float32(g).reshape(len(g), -1) for g in (gradients, others))
@@ -108,13 +108,13 @@ class Comparison:
                 if b[index == number].any():
                     self.hidden += [] if tracked in self.hidden else [tracked]
                     continue
-                if number != N:  # reported by the pass
+                if number != N:  # the pass reports it
                     continue
-            if is_unknown:  # each row must belong to one of the examples all the same
+            if is_unknown:  # each row must still belong to one of the examples
                 ratio = (b_c * b).sum(1) / (b * b).sum(1).clamp(min=torch.finfo(b.dtype).tiny)
                 index = (ratio[:, None] - c[:N].to(b)).abs().argmin(1)
             norms = b.norm(dim=1)
-            # Rows in which all cancels have rounding alone.
+            # In rows that cancel, only rounding errors remain.
             limit = 1e-2 * tolerance * (norms + 1e-3 * norms.amax() if len(norms) else norms)
             if ((b_c - c.to(b)[index, None] * b).norm(dim=1) > limit).any():
                 self.mixed += [] if tracked in self.mixed else [tracked]
@@ -130,18 +130,18 @@ def compare(
     *,
     own_forwards: bool = False,
 ) -> Comparison:
-    """Compare what the hooks see with autograd, in one forward and two backward passes.
+    """Compare hooks with autograd, in one forward and two backward passes.
 
     Args:
         model: the model.
-        assignment: its layers. Parameters that none of them has are constants.
+        assignment: its layers. Parameters of no layer are constants.
         x: a few examples.
-        counted: (N, ...), the loss terms that count; None is all.
+        counted: the loss terms (N, ...) that count; None means all.
         own_forwards: compare with the forwards of layers that run by parts.
 
     Raises:
-        NotImplementedError: a run of a layer that hooks cannot follow.
-        UnexpectedRun: a layer whose input or output is not that of its class.
+        NotImplementedError: hooks cannot follow a run of a layer.
+        UnexpectedRun: a layer whose input or output does not fit its class.
     """
     values = detached_parameters(model)
     names = (name for t in assignment.all for name in t.parameters.values())
@@ -152,7 +152,8 @@ def compare(
         is_itself, used = expected is None, DtypesInUse()
         sink = _Gradients(keeps_graph=is_itself)
         capture = Capture(model, assignment, sink, constants=leaves if is_itself else None)
-        # Before a layer runs, since its own error would not name it. There is no output yet.
+        # Check before a layer runs, because its own error would not name it. There is no output
+        # yet.
         checked = layer_hooks(
             assignment,
             lambda t, _, args, kw: check_run(model, t, a := t.rule.input_of(args, kw), output=a),
@@ -191,9 +192,10 @@ def _expected(
     x: Any,
     own_forwards: bool,
 ) -> Tensor | None:
-    """The output of the model as it is; None where the hooks' own forward pass has it.
+    """Return the output of the unchanged model, or None if the hooks' forward pass computes it.
 
-    That is where neither copies take the place of parameters nor parts that of layers.
+    The hooks' forward pass computes it if neither copies replace parameters nor parts replace
+    layers.
     """
     kinds = chain.from_iterable(assignment.runs.values())
     has_copies = bool(assignment.own_parameters or assignment.operations.names)
@@ -212,10 +214,10 @@ def _propagate(
     leaves: dict[str, Tensor],
     counted: Tensor | None,
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """Propagate u, and c u, back from the outputs f; returns c and autograd's gradients for u.
+    """Propagate u and c u back from the outputs f. Return c and autograd's gradients for u.
 
-    The gradients are of ``expected``, the outputs of the model as it is, where it has a pass of its
-    own. More examples than `COEFFICIENTS` have several c, by the digits of their numbers.
+    If ``expected``, the output of the unchanged model, has its own pass, the gradients are its
+    gradients. More examples than `COEFFICIENTS` get several c, from the digits of their numbers.
     """
     numbers, coefficients = torch.arange(len(f)), []
     while not coefficients or numbers.any():
@@ -223,9 +225,9 @@ def _propagate(
         coefficients.append(torch.tensor(COEFFICIENTS)[digit].to(f.device))
         numbers = numbers // len(COEFFICIENTS)
     parameters, gradients = list(leaves.values()), [None] * len(leaves)
-    # Random gradients: ones would cancel in a layer such as softmax, whose outputs have a constant
-    # sum. Terms that do not count propagate nothing back in the pass either. Labels that do not fit
-    # are reported by `check_targets`.
+    # Random gradients, because ones would cancel in a layer with a constant sum of outputs, such as
+    # softmax. Terms that do not count propagate nothing in the pass either. `check_targets` reports
+    # labels that do not fit.
     u = noise_like(f)
     if counted is not None and counted.shape == f.shape[:-1]:
         u = u * counted[..., None]
@@ -246,7 +248,7 @@ def _wrong_gradients(
     gradients: dict[tuple[TrackedLayer, Use], Tensor],
     tolerance: float,
 ) -> dict[str, float]:
-    """The parameters whose gradient by the rules is not autograd's -> the relative error."""
+    """Return the relative error of each parameter whose gradient differs from autograd's."""
     rules = {t: t.rule(t.layer, "expand", t.parameters) for t in assignment.all}
     wrong: dict[str, float] = {}
     rest, scale = {}, dict.fromkeys(leaves, 0.0)
@@ -254,7 +256,7 @@ def _wrong_gradients(
         g = torch.zeros_like(leaves[name]) if g is None else g
         rest[name] = (g.to_dense() if g.is_sparse else g.clone()).flatten()
     norms = {name: float(g.norm()) for name, g in rest.items()}
-    # What autograd has, less each use's part of it.
+    # Autograd's gradient, minus each use's part.
     for (tracked, use), b in gradients.items():
         try:
             by_rule = (
@@ -266,7 +268,7 @@ def _wrong_gradients(
             is_own = class_and_hooks(tracked.layer)[0] is tracked.layer_type
             if is_out_of_memory(error) or (isinstance(error, NotImplementedError) and is_own):
                 raise
-            # The rule is not for such inputs.
+            # The rule does not support such inputs.
             wrong |= dict.fromkeys(tracked.parameters.values(), torch.inf)
             continue
         size = 1.0 if not use.a.is_floating_point() else max(1.0, float(use.a.norm()))
@@ -277,7 +279,7 @@ def _wrong_gradients(
             part -= g.to(part)
             scale[name] += size * float(b.norm())
     for name, difference in rest.items():
-        # The parts may cancel, as in the bias of attention's keys: then rounding is all there is.
+        # The parts may cancel, as in the bias of attention's keys. Then only rounding remains.
         largest = max(norms[name], 1e-3 * scale[name])
         if not float(difference.norm()) <= tolerance * largest:
             wrong.setdefault(name, float(difference.norm()) / max(largest, 1e-300))
@@ -286,7 +288,7 @@ def _wrong_gradients(
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """A context with cuDNN off: its recurrent layers have no derivative in eval mode."""
+    """Return a context without cuDNN, whose recurrent layers have no derivative in eval mode."""
     cudnn: Any = torch.backends.cudnn
     before, cudnn.enabled = cudnn.enabled, False
     try:

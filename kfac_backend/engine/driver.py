@@ -1,17 +1,16 @@
-"""The driver of a pass: it runs a model over batches, and hands a sink what the layers see.
+"""Run a model over batches, and pass the inputs and gradients of its layers to a sink.
 
 Life cycle. The constructor assigns a rule to each layer. `Driver.start` begins a pass with a sink.
-`Driver.add` takes one batch: `Driver.prepare` finds its targets, and proves and decides on the
-first batches what holds for all (the proof, and kfac_approx="auto"). Then a `Capture`
-runs the model forward, where the sink receives the layers' inputs, and propagates the Fisher's
-vectors back, where it receives the gradients. `Driver.finish` sums over
-ranks. What is proved stays proved for the next pass.
+`Driver.add` adds one batch. First `Driver.prepare` determines its targets; on the first batches it
+also makes the proof and decides kfac_approx="auto". Then a `Capture` runs the model forward, and
+the sink receives the layers' inputs. Last it propagates the Fisher's vectors back, and the sink
+receives the gradients. `Driver.finish` sums over ranks. Later passes reuse the proof.
 
-A sink's sums begin with the first batch and not earlier: only the proof decides the rules of
-derived layers, and only the first batch decides kfac_approx="auto".
+A sink's sums begin with the first batch and not earlier, because the proof decides the rules of
+derived layers, and the first batch decides kfac_approx="auto".
 
-A step of training makes its own forward pass (`optimizer.training_pass`), and calls what `Driver`
-does to a batch one by one: `capture`, `propagate`, `PassState.add`.
+A training step makes its own forward pass (`optimizer.training_pass`). It calls the steps of
+`Driver.add` one by one: `capture`, `propagate`, `PassState.add`.
 """
 
 import warnings
@@ -58,47 +57,47 @@ from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ran
 from kfac_backend.sharding import resharded, sharded_modules
 
 FAILED = (
-    "The last batch of this curvature pass failed, and a part of it is in the sums. Call reset() "
-    "and begin with the first batch."
+    "The last batch of this curvature pass failed, and the sums contain a part of it. Call "
+    "reset() and begin with the first batch."
 )
-"""The error of a pass after a batch that failed."""
+"""Error of a pass after a failed batch."""
 
 
 @dataclass(eq=False)
 class PassState:
-    """One pass over some data: what it has counted and checked, and the loss that it has summed.
+    """State of one pass over data: its counts, its checks, and the summed loss.
 
-    The first batch of a form (shapes and dtypes) is checked before its first backward pass. Later
-    ones are checked on the device, and the result is read after the second, fourth, eighth batch
-    and so on, and at the end, since reading waits for all that the device has to do. Counts stay
-    there, too, so that no batch waits for a transfer.
+    The first batch of each form (shapes and dtypes) is checked before its first backward pass.
+    Later batches are checked on the device. The results are read after the second, fourth, eighth
+    batch and so on, and at the end, because reading waits for all work of the device. Counts stay
+    on the device, too, so that no batch waits for a transfer.
     """
 
     model: nn.Module
     task: Task
     generator: torch.Generator | None
-    """The source of drawn numbers, of this rank alone; None is torch's."""
+    """Random generator of this rank alone; None means torch's."""
     num_data: int = 0
     num_outputs: int = 0
     num_loss_terms: int | Tensor = 0
     loss: float | Tensor = 0.0
-    """Σ ℓ of many terms, and so in float64."""
+    """Σ ℓ in nats. It has many terms and is therefore in float64."""
     constants: dict[str, Tensor] | None = None
-    """Convolutions' weights in the memory format that is faster; None until the first batch, with
-    which the sink starts, too."""
+    """Convolutions' weights in the faster memory format. None until the first batch, which also
+    starts the sink."""
     failed: bool = False
-    """Whether a batch was added in part, so that the sums are useless."""
+    """Whether a batch was added only in part, so the sums are unusable."""
     is_over: bool = False
-    """Whether the sums were taken, so that a batch begins another pass."""
-    _forms: set[Any] = field(default_factory=set)  # of which targets were checked
+    """Whether the sums were returned, so the next batch begins another pass."""
+    _forms: set[Any] = field(default_factory=set)  # forms of targets that were checked
     _num_batches: int = 0
-    # Of batches whose checks were not read: the outputs' shape, targets, and the smallest and
-    # largest number of inputs and outputs.
+    # Data of batches with unread checks: the outputs' shape, the targets, and the extremes of
+    # inputs and outputs.
     _unread: list[tuple[torch.Size, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def check(self, x: Any, f: Tensor, y: Any) -> Tensor:
-        """Check a batch; returns its targets, without labels that stop a GPU."""
-        form = None  # of what is no tensor, which is an error
+        """Check a batch. Return its targets, without labels that would stop a GPU."""
+        form = None  # None for an object that is no tensor, which is an error
         if isinstance(y, Tensor):
             form = f.shape[1:], y.shape[1:], y.dtype, f.shape[:1] == y.shape[:1]
         if form not in self._forms:
@@ -109,15 +108,15 @@ class PassState:
             of_inputs, of_outputs = (
                 _extremes(values, f.device) for values in (numbers_of(x), [f.detach()])
             )
-            # A loader may use the memory of y again.
+            # The loader may reuse the memory of y.
             self._unread.append((f.shape, y.clone(), of_inputs, of_outputs))
             if self.task.likelihood.name in ("classification", "noisy_classification"):
-                # A label out of range, which is reported later, must not stop a GPU now.
+                # A label out of range is reported later, and must not stop a GPU now.
                 y = y.long().masked_fill((y < 0) | (y >= f.shape[-1]), IGNORED)
         if not self.task.knows_outputs:
             self.task.look_at(f)
         self._num_batches += 1
-        # What is wrong is found before the pass has taken twice as long as it needed to meet it.
+        # This way an error appears before the pass takes twice as long as up to the wrong batch.
         if self._num_batches & (self._num_batches - 1) == 0:
             self.read_checks()
         return y
@@ -130,28 +129,28 @@ class PassState:
         _, _, of_inputs, of_outputs = zip(*unread, strict=True)
         if not torch.cat(of_inputs).isfinite().all():
             raise ValueError(INPUTS_NOT_FINITE)
-        for shape, y, *_ in unread:  # outputs of these shapes, whose values do not count
+        for shape, y, *_ in unread:  # outputs of these shapes; their values do not matter
             self.task.check(torch.empty(shape, device="meta"), y)
         if not torch.cat(of_outputs).isfinite().all():
             raise not_finite(self.model)
 
 
 class Driver:
-    """Runs a model over batches; the parameters must not change between those of a pass.
+    """Run a model over batches. The parameters must not change during a pass.
 
-    Arguments are those of `kronecker_factors`.
+    The arguments are those of `kronecker_factors`.
 
     Args:
         model: the model.
-        likelihood: of the targets.
-        options: all choices of the passes.
-        generator: source of drawn numbers.
+        likelihood: likelihood of the targets.
+        options: all options of the passes.
+        generator: random generator.
         process_group: the ranks that have a shard of the data each.
-        assignment: the layers to track; by default all with trainable parameters.
-        sink: receives what the layers see, until `start` gives another one.
+        assignment: the layers to track; by default all layers with trainable parameters.
+        sink: receives the layers' inputs and gradients, until `start` sets another one.
 
     Raises:
-        ValueError: options that are not for the likelihood, the device or the model's layers.
+        ValueError: options that the likelihood, the device or the layers do not support.
         NotImplementedError: a layer without a rule.
     """
 
@@ -167,47 +166,47 @@ class Driver:
         sink: Sink | None = None,
     ) -> None:
         self.ranks = Ranks(process_group)
-        """The ranks that have a shard of the data each."""
+        """Ranks that have a shard of the data each."""
         self.model, self.options = model, options
         self.task = Task(likelihood, options)
-        """What the batches mean."""
+        """Interprets the batches' targets."""
         self.fisher = options.make_fisher()
-        """Which matrix."""
+        """The matrix to compute."""
         self.generator = generator
-        """The common source of all ranks' drawn numbers; None is torch's."""
-        # The first batches decide both, for all passes.
+        """Random generator that all ranks share; None means torch's."""
+        # The first batches determine both for all passes.
         self.proof = Proof(model, assignment or assign_rules(model, options.unsupported))
-        """What is known of the model and its layers."""
+        """Proved facts about the model and its layers."""
         self.kfac_approx: KfacApprox = options.kfac_approx
-        """The layers' mode; no longer "auto" after the first batch."""
+        """Mode of the layers; no longer "auto" after the first batch."""
         self.sink = sink or Sink()
-        """What receives the layers' inputs and gradients."""
+        """Receives the layers' inputs and gradients."""
         self.sharded: ShardedPass | None = None
-        """What ranks do together that share the model; None if this one has all of it."""
+        """Steps that ranks with a sharded model make together; None for a whole model."""
         self.start()
 
     def start(self, sink: Sink | None = None) -> None:
-        """Begin a pass, with another sink if one is given; batches so far are forgotten."""
+        """Begin a pass, optionally with another sink. Earlier batches are discarded."""
         self.sink = self.sink if sink is None else sink
-        # Asked anew, since the model may have moved between two passes.
+        # Read again, because the model may have moved between two passes.
         self.device = next(self.model.parameters()).device
         if sharded_modules(self.model):
             self.sharded = self.sharded or ShardedPass(self)
             self.sharded.check_ranks()
         self.arithmetic = Arithmetic(self.device, self.options.backward_precision)
-        """How the backward passes and the sums are computed."""
-        # Each rank has draws of its own. Drawing from the common generator would leave it in
-        # different states on ranks with different numbers of batches; `finish` advances it once
-        # per pass instead, on all ranks alike.
+        """Arithmetic of the backward passes and the sums."""
+        # Each rank draws its own numbers. Drawing from the common generator would leave it in
+        # different states on ranks with different numbers of batches. So `finish` advances it once
+        # per pass, equally on all ranks.
         own = self.generator
         if self.fisher.draws and self.ranks.size > 1:
             own = self.ranks.generator(_common_generator(own, self.device))
         self.state = PassState(self.model, self.task, own)
 
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
-        """Add all batches of some data; errors are those of `add`.
+        """Add all batches of the data. The errors are those of `add`.
 
-        Of several ranks some may have no example of a batch, or no batch at all.
+        With several ranks, some may have empty batches, or no batch at all.
         """
         batches = each_batch(data, description, progress)
         pairs = (split_batch(batch, self.options) for batch in batches)
@@ -217,13 +216,13 @@ class Driver:
             self.add(x, y)
 
     def add(self, x: Any, y: Any) -> None:
-        """Add one batch: a forward pass, and one backward pass per vector.
+        """Add one batch with a forward pass, and one backward pass per vector.
 
         Collective for a model under `fully_shard`: all ranks add equally many batches.
 
         Raises:
-            torch.OutOfMemoryError: a batch that is too large; a note names the ways out.
-            RuntimeError: after a batch that failed, until `start`.
+            torch.OutOfMemoryError: the batch is too large; a note names the ways out.
+            RuntimeError: an earlier batch failed, and `start` was not called since.
         """
         if self.state.is_over:
             self.start()
@@ -231,9 +230,9 @@ class Driver:
             raise RuntimeError(FAILED)
         x, y = detached(x, self.device), detached(y, self.device)
         if num_examples(y) == 0:
-            raise ValueError("A batch has no examples; drop it, or check the loader's sampler.")
-        # Until all of the batch is added. An error or Ctrl-C in between would leave a part of it in
-        # the sums, and the caller could go on with wrong numbers.
+            raise ValueError("A batch has no examples. Drop it, or check the loader's sampler.")
+        # True until the whole batch is added. After an error or Ctrl-C in between the sums contain
+        # a part of it, and continuing would give wrong numbers.
         self.state.failed = True
         with full_float32(), resharded(self.model) if self.sharded else nullcontext():
             try:
@@ -241,17 +240,17 @@ class Driver:
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     error.add_note(
-                        f"That was a curvature pass with a batch of {len(y)} examples. Use smaller "
-                        "batches, keep large factors by their diagonal (diagonal_above), or freeze "
-                        "the largest layers (requires_grad_(False))."
+                        f"This happened in a curvature pass with a batch of {len(y)} examples. "
+                        "Use smaller batches, keep only the diagonal of large factors "
+                        "(diagonal_above), or freeze the largest layers (requires_grad_(False))."
                     )
                 raise
         self.state.failed = False
 
     def finish(self, *, by_owners: bool = False) -> PassSums:
-        """The sums over all ranks' data; the sink holds none afterwards.
+        """Return the sums over all ranks' data, and empty the sink.
 
-        Collective. ``by_owners`` lets each be kept by one rank alone, see `sum_over_ranks`.
+        Collective. With ``by_owners`` each sum is kept by one rank alone, see `sum_over_ranks`.
         """
         if self.state.is_over:
             self.start()
@@ -261,7 +260,7 @@ class Driver:
         state = self.state
         state.failed = bool(state.num_data)
         state.read_checks()
-        if self.kfac_approx == "auto":  # no batch of this rank has decided it
+        if self.kfac_approx == "auto":  # this rank had no batch to decide it
             self.kfac_approx = common_mode(self.ranks.gather(None))
         blocks, others = self.sink.sums() if state.num_data else ({}, {})
         sums = PassSums(
@@ -280,11 +279,11 @@ class Driver:
         return sums
 
     def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
-        """A batch's targets; the first batches make the proof, and decide the mode, for all.
+        """Return a batch's targets. The first batches make the proof and decide the mode.
 
-        ``mask`` is that of `Task.mask`.
+        ``mask`` is the result of `Task.mask`.
         """
-        # First the targets, since the proof must know which loss terms count.
+        # Targets first: the proof needs to know which loss terms count.
         y = self.task.targets(self.model, x, y, mask)
         N = len(y) if isinstance(y, Tensor) and y.dim() else None
         if not self.proof.is_made(N):
@@ -305,9 +304,9 @@ class Driver:
     # ---- One batch, step by step.
 
     def capture(self) -> Capture:
-        """A context that hands the sink what the layers see of one batch.
+        """Return a context that passes the layers' inputs and gradients of one batch to the sink.
 
-        The sink starts with the first batch of a pass.
+        The first batch of a pass also starts the sink.
         """
         proof, in_training = self.proof, self.sink.in_training
         if self.state.constants is None:
@@ -322,12 +321,12 @@ class Driver:
 
     def propagate(self, capture: Capture, f: Tensor, y: Tensor) -> None:
         """Propagate the Fisher's vectors back from the outputs of a capture."""
-        # Autocast is for the forward pass alone: Gram matrices are summed in float32.
+        # Autocast applies only to the forward pass: Gram matrices are summed in float32.
         no_autocast = torch.autocast(self.device.type, enabled=False)
         with no_autocast, self.arithmetic.of_backward():
-            # One backward pass for each vector v of the root of the loss Hessian, with the
-            # outputs' gradient v: what reaches a layer's output is b, whose outer products are
-            # B. The vectors are made one by one, so that memory never holds all of them.
+            # One backward pass for each vector v of the root of the loss Hessian, with the outputs'
+            # gradient v. The gradient at a layer's output is then b, and B sums its outer products.
+            # The vectors are made one by one, so memory never holds all of them.
             of_fisher = partial(
                 self.fisher.vectors, self.task.likelihood,
                 generator=self.state.generator, may_ignore=self.task.may_ignore,
@@ -336,22 +335,22 @@ class Driver:
             capture.backward(f, self.sharded.vectors(vectors, f) if self.sharded else vectors)
 
     def _add_batch(self, x: Any, y: Any) -> None:
-        """Add a batch of any number of examples on the pass's device."""
+        """Add a batch of any number of examples, already on the pass's device."""
         likelihood = self.task.likelihood
         mask = self.task.mask(x) if isinstance(x, Mapping) else None
         y = (self.sharded or self).prepare(x, y, mask)
         capture = self.capture()
         with self.sink.around_batch():
             with counted_positions(mask), capture:
-                # One forward pass: A, and all that a gradient will need.
+                # The forward pass gives A, and keeps the graph for the gradients.
                 f = capture.forward(x)
                 y = self.state.check(x, f, y)
                 passes = 0 if self.state.num_data else self.fisher.num_passes(likelihood, f)
                 if passes > MANY_PASSES:
                     warnings.warn(
-                        f"fisher={self.fisher.name!r} takes {passes} backward passes for each "
-                        f"batch: outputs have shape {tuple(f.shape)}. fisher='mc' takes mc_samples "
-                        "passes.",
+                        f"fisher={self.fisher.name!r} needs {passes} backward passes for each "
+                        f"batch, because the outputs have shape {tuple(f.shape)}. fisher='mc' "
+                        "needs mc_samples passes.",
                         stacklevel=2,
                     )
                 capture.runs.check_examples(len(f), self.sink, hides=mask is not None)
@@ -365,13 +364,13 @@ class Driver:
             with torch.autocast(self.device.type, enabled=False):
                 self.sink.batch_done(f, y)
         if self.proof.assignment.diagonal and self.sink.takes_example_gradients:
-            # Loaded only where such parameters are.
+            # Import only if there are such parameters.
             from kfac_backend.engine.operations.example_gradients import report_gradients
 
             vectors = partial(self.fisher.vectors, likelihood, y=y, generator=self.state.generator)
             names = self.proof.assignment.diagonal
             report_gradients(self.model, names, x, vectors, self.sink)
-        # Counted last: a batch that failed must not count.
+        # Count last: a failed batch must not count.
         self.state.num_data += len(f)
         self.state.num_outputs = f.shape[-1]
         self.state.num_loss_terms += num_counted_terms(f, y, likelihood)
@@ -379,13 +378,13 @@ class Driver:
 
 
 def _extremes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The smallest and the largest number of each tensor, to which NaN spreads, on a device."""
+    """Return the smallest and the largest number of each tensor on a device; NaN propagates."""
     extremes = [torch.stack(torch.aminmax(t)).to(device) for t in tensors if t.numel()]
     return torch.cat(extremes or [torch.zeros(0, device=device)])
 
 
 def _common_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """The generator that all ranks have alike: the user's, or torch's on the device."""
+    """Return the generator that all ranks share: the user's, or torch's on the device."""
     if generator is None and device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return generator or torch.default_generator

@@ -1,12 +1,12 @@
-"""`FactorSums`: the sums of the factors, from the layers' rules to the parameters' blocks.
+"""`FactorSums`: sum the factors of the layers' rules, and assemble the parameters' blocks.
 
 Most parameters belong to one layer, and their block is that layer's B ⊗ A. This module handles the
-others: tensors that several layers share (tied), tensors that hold several maps (packed, as
-attention's ``in_proj_weight``), and tensors that are used in two ways, such as a language model's
+others: tensors that several layers share (tied), tensors that contain several maps (packed, such as
+attention's ``in_proj_weight``), and tensors with two kinds of use, such as a language model's
 embedding that is also its output layer.
 
-After the sum over ranks `assemble_blocks` makes blocks of the sums. Before the first batch
-`check_memory` asks whether the factors fit into memory.
+After the sum over ranks `assemble_blocks` makes the blocks. Before the first batch `check_memory`
+checks that the factors fit into memory.
 """
 
 import os
@@ -31,10 +31,10 @@ from kfac_backend.ranks import PassSums
 
 @dataclass(eq=False)
 class FactorSums(Sink):
-    """Sums up the factors of all layers, by their rules.
+    """Sum the factors of all layers by their rules.
 
     Args:
-        options: of the pass.
+        options: options of the pass.
         in_training: see `Sink.in_training`.
     """
 
@@ -43,7 +43,7 @@ class FactorSums(Sink):
     options: PassOptions
     in_training: bool = False
     rules: dict[TrackedLayer, Rule] = field(default_factory=dict)
-    """The layers' rules, which hold the sums."""
+    """Rules of the layers; they store the sums."""
     _diagonal: dict[str, Tensor] = field(default_factory=dict)
 
     def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
@@ -55,15 +55,15 @@ class FactorSums(Sink):
         self._diagonal = {}
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
-        """Add a aᵀ of its rows to A."""
+        """Add a aᵀ of the rows to A."""
         self.rules[tracked].add_input(use)
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Add b bᵀ of its rows to B."""
+        """Add b bᵀ of the rows to B."""
         self.rules[tracked].add_gradient(use, b)
 
     def vector_done(self) -> None:
-        """Add the sums that waited for other uses: of gradients, at a first vector of inputs."""
+        """Add sums that wait for other uses: of gradients, and at a first vector of inputs."""
         for rule in self.rules.values():
             for total in (*rule.A.values(), *rule.B.values()):
                 if total.waiting is not None:
@@ -74,15 +74,14 @@ class FactorSums(Sink):
         self._diagonal[name] = self._diagonal.get(name, 0) + g.square().sum((0, 1))
 
     def needs_examples(self, tracked: TrackedLayer) -> bool:
-        """Where positions are summed (reduce), or an example's gradient is formed in any mode."""
+        """True if positions are summed (reduce), or the rule needs each example's gradient."""
         rule = self.rules[tracked]
         return rule.mode != "expand" or rule.needs_examples
 
     def sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
-        """The sums of each layer by its parameters' names, and of diagonals."""
+        """Return the sums of each layer by parameter name, and the diagonals."""
         by_name: dict[str, list[BlockSums]] = {}
-        # A rule may hold as much again as its sums, so each is dropped before the next one's are
-        # made.
+        # A rule may hold as much memory again as its sums, so drop each before the next.
         while self.rules:
             tracked, rule = self.rules.popitem()
             for local, sums in rule.block_sums().items():
@@ -95,12 +94,13 @@ class FactorSums(Sink):
 def make_rules(
     assignment: RuleAssignment, kfac_approx: KfacApprox, options: PassOptions
 ) -> dict[TrackedLayer, Rule]:
-    """A rule for each layer in the mode of its name, with empty sums of its own.
+    """Make a rule with empty sums for each layer, in the mode of the layer's name.
 
-    Packed tensors keep the factor over their rows whole, whatever ``diagonal_above`` is.
+    Packed tensors keep the whole factor over their rows, for any ``diagonal_above``.
 
     Raises:
-        ValueError: a layer that no pattern of ``kfac_approx`` fits, a pattern that fits no layer.
+        ValueError: a layer without a matching pattern of ``kfac_approx``, or a pattern without a
+            layer.
         NotImplementedError: a large embedding under reduce.
     """
     modes = modes_of_layers(kfac_approx, [tracked.name for tracked in assignment.layers])
@@ -117,9 +117,9 @@ def make_rules(
 
 
 def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBlock]:
-    """Parameter name -> block, in the model's order; the sums become the blocks in place.
+    """Return the blocks by parameter name, in the model's order. The sums are changed in place.
 
-    A is a mean over its terms, or a sum divided by the number of examples (`expand_scaling`).
+    A becomes a mean over its terms, or a sum divided by the number of examples (`expand_scaling`).
     """
     blocks, packed = {}, dict[Any, Factor]()
     for name, uses in sums.blocks.items():
@@ -131,7 +131,8 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
         if len(uses) > 1 and uses[0].slot[1] > 1:
             blocks[name] = _packed(name, uses, packed)
             continue
-        # In place: a second copy of all input factors would be the peak of the pass's memory.
+        # In place, because a second copy of all input factors would be the peak of the pass's
+        # memory.
         of_uses = [
             KroneckerBlock(name, use.B)
             if use.A is None
@@ -140,8 +141,8 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
         ]
         blocks[name] = of_uses[0] if len(of_uses) == 1 else nearest_kronecker(of_uses)
     blocks |= {name: KroneckerBlock(name, d.reshape(-1, 1, 1)) for name, d in sums.others.items()}
-    # The names are those of the blocks, not of this rank's assignment: a rank without data has
-    # made no proof, and the other ranks may have given parameters up.
+    # Take the names from the blocks, not from this rank's assignment: a rank without data has made
+    # no proof, and the other ranks may have given up parameters.
     shapes = {name: p.shape for name, p in model.named_parameters() if name in blocks}
     for name, row in sums.padding.items():
         if name in blocks:
@@ -152,18 +153,18 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
 
 
 def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
-    """Let layers that share a tensor add to the same sums, where they use it in the same way.
+    """Let layers that share a tensor add to the same sums if they use it in the same way.
 
-    Uses of one kind are one sum: an example's gradient is the sum over all of them. Uses of a
-    weight in two orientations, or in two modes, get two sums, which `nearest_kronecker` joins. Any
-    other mixture has no common block.
+    Uses of one kind share a sum, because an example's gradient is the sum over all uses. Uses of a
+    weight in two orientations, or in two modes, get two sums, which `nearest_kronecker` combines.
+    Other mixtures have no common block.
 
     Raises:
         NotImplementedError: such a mixture.
     """
     first: dict[tuple, tuple[Rule, str]] = {}  # the layer whose sums the others share
     uses: dict[str, dict[Any, dict[tuple, TrackedLayer]]] = {}  # parameter -> slot -> kind of use
-    # Step 1: the first use of each kind keeps the sums, later ones of that kind add to them.
+    # Step 1: the first use of each kind keeps the sums, and later uses of that kind add to them.
     for tracked, rule in rules.items():
         for local, name in tracked.parameters.items():
             slot, kind = tracked.slots.get(local), _kind(rule, local)
@@ -171,10 +172,10 @@ def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
             if other is not rule or others_local != local:
                 rule.share(local, other, others_local)
             uses.setdefault(name, {}).setdefault(slot, {})[kind] = tracked
-    # Step 2: refuse what has no common block, before any data is read.
+    # Step 2: refuse uses without a common block, before any data is read.
     for name, slots in uses.items():
-        # Used both whole and in slots, or in several ways that are no orientations or modes of one
-        # weight.
+        # The tensor is used both whole and in slots, or in ways other than orientations or modes of
+        # one weight.
         whole_and_in_slots = None in slots and len(slots) > 1
         in_several_ways = any(len(kinds) > 1 for kinds in slots.values())
         of_one_weight = len(slots) == 1 and all(
@@ -183,14 +184,14 @@ def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
         if whole_and_in_slots or (in_several_ways and not of_one_weight):
             layers = dict.fromkeys(str(t) for kinds in slots.values() for t in kinds.values())
             raise NotImplementedError(
-                f"Parameter '{name}' is used in different ways by {' and '.join(layers)}, "
-                "which have no common block. Use separate tensors, or freeze it "
+                f"Parameter '{name}' is used in different ways by {' and '.join(layers)}. These "
+                "uses have no common block. Use separate tensors, or freeze it "
                 "(requires_grad_(False))."
             )
 
 
 def _kind(rule: Rule, local: str) -> tuple:
-    """A description of how a rule uses a parameter; equal descriptions can share sums."""
+    """Return a description of how a rule uses a parameter. Equal descriptions can share sums."""
     if isinstance(rule, WeightSharingRule):
         if local == "bias":
             return ("bias", rule.mode)
@@ -201,13 +202,13 @@ def _kind(rule: Rule, local: str) -> tuple:
 
 
 def _packed(name: str, of_slots: list[BlockSums], packed: dict[Any, Factor]) -> KroneckerBlock:
-    """The blocks of several maps as the groups of the tensor that holds them.
+    """Return the blocks of several maps as the groups of the tensor that contains them.
 
-    ``packed`` has the Bs of other parameters so far: weights and biases share one.
+    ``packed`` collects the Bs of all parameters: weights and biases share one.
     """
     sums = sorted(of_slots, key=lambda of_slot: of_slot.slot[0])
     assert [of_slot.slot[0] for of_slot in sums] == list(range(sums[0].slot[1]))
-    # Each map becomes a group with terms of its own, since keys may be more than queries.
+    # Each map becomes a group with its own terms, because keys may be more than queries.
     Bs = tuple(s.B for s in sums)
     if Bs not in packed:
         packed[Bs] = Factor.concatenated(Bs)
@@ -222,11 +223,11 @@ def _packed(name: str, of_slots: list[BlockSums], packed: dict[Any, Factor]) -> 
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files with a container's memory limit (cgroup v2 and v1)."""
 LARGE = 8192
-"""Rows above which an error message calls a weight large."""
+"""Number of rows above which an error message calls a weight large."""
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of memory of a GPU, or of the machine or container; None where that is unknown."""
+    """Return the memory of a GPU, machine or container in bytes; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
@@ -241,21 +242,22 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch.device) -> None:
-    """Raise an error unless the factors fit into memory, and the largest can be decomposed there.
+    """Raise an error unless the factors fit into memory, with a decomposition of the largest.
 
     The estimate is Σ d² entries for all factors, plus two copies of the largest in float64 for its
-    eigenvalues. Memory that other programs take is unknown and not counted.
+    eigenvalues. It does not count the memory of other programs.
 
     Raises:
-        torch.OutOfMemoryError: they do not fit; it names the largest factor and the ways out.
+        torch.OutOfMemoryError: they do not fit; the message names the largest factor and the ways
+            out.
         ValueError: a mode for layers that the model does not have.
     """
-    # With "auto" the mode is not known yet; except those of embeddings, factors have the same size
-    # in both modes.
+    # With "auto" the mode is not known yet. Factors have the same size in both modes, except for
+    # embeddings.
     auto = options.kfac_approx == "auto"
     rules = make_rules(assignment, "expand" if auto else options.kfac_approx, options)
     memory = total_memory(device)
-    names: dict[Gram, str] = {}  # a weight and its bias may have the same
+    names: dict[Gram, str] = {}  # a weight and its bias may share one
     for tracked, rule in rules.items():
         for letter, sums in (("B", rule.B), ("A", rule.A)):
             for local, of_name in sums.items():
@@ -263,7 +265,7 @@ def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch
     if memory is None or not names:
         return
     grams: dict[str, Gram] = {}
-    for gram, name in names.items():  # of layers that share a tensor, the largest
+    for gram, name in names.items():  # the largest of the layers that share a tensor
         if name not in grams or gram.nbytes > grams[name].nbytes:
             grams[name] = gram
     total = sum(gram.nbytes for gram in grams.values())
@@ -274,9 +276,10 @@ def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch
         return
     GiB = 2**30
     raise torch.OutOfMemoryError(
-        f"The factors would take {total / GiB:.1f} GiB, {largest} ({gram.size}×{gram.size}) alone "
-        f"{gram.nbytes / GiB:.1f} GiB, and its eigenvalues {eigenvalues / GiB:.1f} GiB more "
-        f"while they are computed; {device} has {memory / GiB:.1f} GiB. Keep the factors over the "
-        f"rows of large weights by their diagonal (diagonal_above={min(LARGE, gram.size - 1)}), or "
-        "freeze the layer (requires_grad_(False))."
+        f"The factors need {total / GiB:.1f} GiB, and the eigenvalues of the largest factor need "
+        f"another {eigenvalues / GiB:.1f} GiB. {device} has {memory / GiB:.1f} GiB. The largest "
+        f"factor is {largest} ({gram.size}×{gram.size}, {gram.nbytes / GiB:.1f} GiB). Keep only "
+        "the diagonal of the factors over the rows of large weights "
+        f"(diagonal_above={min(LARGE, gram.size - 1)}), or freeze the layer "
+        "(requires_grad_(False))."
     )

@@ -1,10 +1,10 @@
-"""Which trainable parameters have a rule, and which layers show them.
+"""Assign a rule to each trainable parameter, and list the layers to track.
 
-`assign_rules` sorts a model's parameters before any data is seen: those of layers with a rule,
-those that a module declared as its own, and the unknown rest. The proof on the first batch
-completes the `RuleAssignment` that it returns: it exchanges the rules of derived layers, adds the
-kinds of runs, and finds out what the unknown parameters do, or gives them up. It makes a new
-assignment at each step, so that a proof that fails can start again from the first.
+`assign_rules` sorts a model's parameters before any data is read: parameters of layers with a rule,
+parameters that a module registered, and unknown ones. The proof on the first batch completes the
+returned `RuleAssignment`. It exchanges the rules of derived layers, adds the kinds of runs, and
+determines the uses of unknown parameters, or gives them up. Each step makes a new assignment, so a
+failed proof can start again from the first one.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -33,21 +33,21 @@ from kfac_backend.sharding import check_sharding, is_sharded, whole_shape
 
 @dataclass(frozen=True, eq=False)
 class TrackedLayer:
-    """A layer with a rule and at least one trainable parameter; hashed by identity."""
+    """Layer with a rule and at least one trainable parameter; hashed by identity."""
 
     name: str
     layer: nn.Module
     rule: type[Rule]
     parameters: dict[str, str]
-    """Local name ("weight") -> name in the model ("stage1.0.conv1.weight")."""
+    """Maps local names ("weight") to names in the model ("stage1.0.conv1.weight")."""
     layer_type: type[nn.Module]
-    """The class that the rule is for."""
+    """Class that the rule is for."""
     built_in: bool = True
-    """Whether the rule is ours, and not registered by a user."""
+    """Whether the rule is built in, and not registered by a user."""
     slots: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Local name -> (index, count): the row block of a packed tensor that this parameter occupies.
+    """Maps a local name to (index, count), the parameter's row block in a packed tensor.
 
-    Empty for tensors that hold a single map.
+    Empty for tensors with a single map.
     """
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class TrackedLayer:
 
 @dataclass(frozen=True, eq=False)
 class LayerRun:
-    """A layer's run on an input that all examples share: its output starts an expression."""
+    """Layer's run on an input that all examples share. Its output starts an expression."""
 
     tracked: TrackedLayer
     number: int
@@ -64,7 +64,7 @@ class LayerRun:
 
 @dataclass(frozen=True, eq=False)
 class DividedLayer:
-    """A layer whose forward is replaced by one that shows its parts."""
+    """Layer whose forward is replaced by one that runs its parts."""
 
     name: str
     layer: nn.Module
@@ -73,74 +73,75 @@ class DividedLayer:
 
 
 OperationKind = int | tuple[TrackedLayer, ...] | Literal["computed", "refused"]
-"""What an operation on parameters is.
+"""Kind of an operation on parameters.
 
-- an integer: the operation runs row by row, with a copy of the parameters for each, and this axis
-  of the output (counted from the end) has its rows;
-- layers: the operation is a run of that layer; several are the matrices of a stack, by number;
-- "computed": it computes with parameters alone;
-- "refused": it cannot be followed.
+- an integer: the operation runs row by row, with a copy of the parameters for each row. The integer
+  is the output's axis of rows, counted from the end;
+- layers: the operation is a run of that layer. Several layers are the matrices of a stack, by
+  number;
+- "computed": the operation uses parameters alone;
+- "refused": the operation cannot be followed.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """Parameters that no hook sees, and what the operations on them are; see `operations`."""
+    """Parameters that no hook captures, and the kinds of operations on them; see `operations`."""
 
     names: tuple[str, ...] = ()
-    """The parameters."""
+    """Names of the parameters."""
     own: Mapping[str, TrackedLayer] = field(default_factory=dict)
-    """Name -> the parameter as a layer `OwnParameter`, if it is used by broadcasting."""
+    """Parameters that are used by broadcasting, each as a layer `OwnParameter`, by name."""
     keys: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """What a tensor is made of -> its key, see `key`."""
+    """Maps a description of a tensor's computation to its key, see `key`."""
     kinds: dict[int, OperationKind] = field(default_factory=dict)
-    """Key of an operation -> what it is."""
+    """Maps the key of an operation to its kind."""
 
     def key(self, made_by: str | int | Callable[..., Any], *operands: int) -> int:
-        """A number for "made by this operation from tensors with these keys", or for a parameter.
+        """Return a number for the result of this operation on these keys, or for a parameter.
 
-        The same expression has the same key in every forward pass. Order and count of operations
-        play no part, so that a loop may run longer in another batch.
+        The same expression has the same key in every forward pass. The order and number of
+        operations do not matter, so a loop may run longer in another batch.
         """
         return self.keys.setdefault((made_by, *operands), len(self.keys))
 
 
 @dataclass(frozen=True)
 class RuleAssignment:
-    """What a curvature pass computes: the layers with rules, and parameters by their diagonal."""
+    """Layers with rules, and parameters with a diagonal, of a curvature pass."""
 
     layers: list[TrackedLayer]
     """Layers that run in a forward pass."""
     own_parameters: list[TrackedLayer]
-    """Modules' own parameters, each as a layer `OwnParameter`, which does not run."""
+    """Registered parameters of modules, each as a layer `OwnParameter`, which does not run."""
     divided: list[DividedLayer]
-    """Layers that run by their parts, which are among ``layers``."""
+    """Layers that run by their parts. The parts are among ``layers``."""
     diagonal: list[str]
-    """Parameters that get the exact diagonal of their block."""
+    """Parameters with the exact diagonal of their block."""
     names: list[str]
-    """All parameters that get a block, in the order of ``model.named_parameters()``."""
+    """All parameters with a block, in the order of ``model.named_parameters()``."""
     runs: Mapping[nn.Module, tuple[Run, ...]] = field(default_factory=dict)
-    """Layer -> the kinds of its runs in a forward pass, in their order. A layer that is missing has
-    only runs on rows of examples. See `candidates`."""
+    """Maps a layer to the kinds of its runs in a forward pass, in order. Layers that are missing
+    have only runs on rows of examples. See `candidates`."""
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """Parameters without a rule -> the message if their uses cannot be followed."""
+    """Maps parameters without a rule to the message for a failed follow."""
     operations: Operations = field(default_factory=Operations)
-    """Parameters whose uses are followed operation by operation; filled by the proof."""
+    """Parameters with operations to follow; set by the proof."""
     unsupported: Unsupported = "error"
-    """What becomes of parameters whose uses cannot be followed."""
+    """Treatment of parameters whose uses cannot be followed."""
     padding: Mapping[str, int] = field(default_factory=dict)
-    """Parameter -> its row that is a constant, see `padding`; filled by the proof."""
+    """Maps parameters to their constant row, see `padding`; set by the proof."""
     idle: tuple[str, ...] = ()
-    """Parameters of layers that did not run in the proof; filled by the proof. No hook sees other
-    uses of them, so that `Capture` checks that no gradient reaches them in later batches."""
+    """Parameters of layers that did not run in the proof; set by the proof. Hooks do not capture
+    other uses of them, so `Capture` checks that no gradient reaches them in later batches."""
 
     @property
     def all(self) -> list[TrackedLayer]:
-        """Layers, and parameters of their own, that have a rule."""
+        """Layers and registered parameters that have a rule."""
         return self.layers + self.own_parameters + list(self.operations.own.values())
 
     def without(self, names: Mapping[str, Any]) -> "RuleAssignment":
-        """The assignment without the uses of some parameters, which still get a block."""
+        """Return the assignment without the uses of some parameters, which still get a block."""
 
         def left(layers: list[TrackedLayer]) -> list[TrackedLayer]:
             remaining = [
@@ -161,24 +162,27 @@ class RuleAssignment:
         )
 
     def with_constants(self, names: Mapping[str, Any]) -> "RuleAssignment":
-        """The assignment in which some parameters are constants, without uses and without a block.
+        """Return the assignment with some parameters as constants, without uses or blocks.
 
         Raises:
             ValueError: no parameter is left.
         """
         remaining = [name for name in self.names if name not in names]
         if not remaining:
-            raise ValueError("No trainable parameter of the model has a K-FAC rule.")
+            raise ValueError(
+                "No trainable parameter of the model has a K-FAC rule. Register one "
+                "(register_rule)."
+            )
         return replace(self.without(names), names=remaining)
 
 
 class Refusal(NotImplementedError):
-    """Parameters whose uses cannot be followed.
+    """Error for parameters whose uses cannot be followed.
 
     Args:
-        errors: name -> the message that says why. Messages and not exceptions, which would keep the
-            frames, and so the network, in which they were raised.
-        divided: layers that compute something other than their parts do.
+        errors: messages by parameter name. They are no exceptions, because these would keep the
+            frames in which they were raised, and so the network.
+        divided: layers that compute something other than their parts.
     """
 
     def __init__(self, errors: Mapping[str, str], divided: Collection[DividedLayer] = ()) -> None:
@@ -187,7 +191,7 @@ class Refusal(NotImplementedError):
 
 
 class UnexpectedRun(TypeError):
-    """A layer's input or output is not that of its class."""
+    """Error for a layer whose input or output does not fit its class."""
 
     def __init__(self, tracked: TrackedLayer, message: str) -> None:
         super().__init__(message)
@@ -199,17 +203,17 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, p in parameters.items():
         if is_lazy(p):
             raise ValueError(
-                f"Parameter '{name}' has no shape yet; run a batch through the model first."
+                f"Parameter '{name}' has no shape yet. Run a batch through the model first."
             )
         if p.is_complex():
             raise NotImplementedError(
-                f"Parameter '{name}' is complex ({p.dtype}), for which there is no rule. Keep its "
-                "real and imaginary parts as a real parameter (torch.view_as_real), or freeze it "
-                "(requires_grad_(False))."
+                f"Parameter '{name}' is complex ({p.dtype}), but rules support only real "
+                "parameters. Store its real and imaginary parts as a real parameter "
+                "(torch.view_as_real), or freeze it (requires_grad_(False))."
             )
         if p.dim() == 0:
             raise ValueError(
-                f"Parameter '{name}' is 0-dimensional, and a block needs rows. Give it shape "
+                f"Parameter '{name}' is 0-dimensional, but a block needs rows. Give it shape "
                 "(1,), for example nn.Parameter(torch.zeros(1))."
             )
 
@@ -219,20 +223,20 @@ def assign_rules(
 ) -> RuleAssignment:
     """Sort the trainable parameters of a model into those with a rule and those without.
 
-    The proof on the first batch finds out how the latter are used.
+    The proof on the first batch determines the uses of parameters without a rule.
 
     Args:
-        model: the model; parameters with ``requires_grad=False`` are left out.
-        unsupported: what the proof does with parameters whose uses it cannot follow: "error"
-            raises; "freeze" takes those without a rule as constants, with a warning that names
-            them; "diagonal" gives them the exact diagonal of their block.
+        model: the model; parameters with ``requires_grad=False`` are omitted.
+        unsupported: treatment of parameters whose uses the proof cannot follow. "error" raises;
+            "freeze" treats those without a rule as constants, with a warning that names them;
+            "diagonal" gives them the exact diagonal of their block.
         only: names of the parameters to consider; None means all.
 
     Raises:
         TypeError: not a module, or a wrapper (DataParallel, DistributedDataParallel).
         ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
-        NotImplementedError: a layer with an option that its rule does not support,
-            or parameters that are spread over ranks.
+        NotImplementedError: a layer with an option that its rule does not support, or parameters
+            that are spread over ranks.
     """
     check_module(model)
     trainable = {
@@ -240,8 +244,8 @@ def assign_rules(
     }
     if not trainable:
         raise ValueError(
-            "The model has no trainable parameter. Call requires_grad_(True) on those whose "
-            "curvature is wanted."
+            "The model has no trainable parameter. Call requires_grad_(True) on the parameters "
+            "whose curvature you need."
         )
     check_parameters(trainable)
     check_batch_norm(model)
@@ -251,14 +255,15 @@ def assign_rules(
     own_parameters: list[TrackedLayer] = []
     divided: list[DividedLayer] = []
     without_rule: list[tuple[str, nn.Module, str]] = []
-    # Module by module, so that a parameter's owner decides and not the model around it.
+    # Go through the modules, so that a parameter's owner decides and not the model around it.
     for prefix, module in model.named_modules():
         parameters = {
             local: names[id(p)]
             for local, p in module.named_parameters(recurse=False, remove_duplicate=False)
             if id(p) in names
         }
-        # Step 1: the rule of its class. A layer by parts has one rule for each of its maps.
+        # Step 1: the rule of the module's class. A layer by parts has one rule for each of its
+        # maps.
         registration, covered_here = registered(module), set()
         if registration and issubclass(registration.rule, LayerByParts):
             if any(id(p) in names for p in module.parameters()):
@@ -284,8 +289,8 @@ def assign_rules(
                         registration.built_in,
                     )
                 )
-        # Step 2: what it declared, unless a rule has it already. Under `fully_shard` it is followed
-        # like what is not declared: FSDP would undo copies of it when it gathers.
+        # Step 2: registered parameters, unless a rule has them already. Under `fully_shard` they
+        # are followed like others: FSDP would undo their copies when it gathers.
         declared = declared_parameters(module) if parameters else {}
         for local, view in declared.items():
             if local in parameters and local not in covered_here and not is_sharded(model):
@@ -293,15 +298,15 @@ def assign_rules(
                     _own_parameter(prefix, module, local, view, parameters[local])
                 )
                 covered_here.add(local)
-        # Step 3: the rest, whose uses the proof follows.
+        # Step 3: the rest. The proof follows their uses.
         without_rule += [
             (prefix, module, parameters[local]) for local in parameters if local not in covered_here
         ]
 
     covered = {full for t in layers + own_parameters for full in t.parameters.values()}
-    # A tensor that a layer with a rule has, too, is covered there. A second name for it, as heads
-    # of masked language models have for their output layer's bias, is no further use; should the
-    # tensor be used under that name, the check notices.
+    # If a layer with a rule has a tensor, too, the rule covers it. A second name for it is no
+    # further use, as in masked language models, whose heads hold their output layer's bias. If the
+    # tensor is used under the second name, the check detects it.
     without_rule = [missed for missed in without_rule if missed[2] not in covered]
     unknown = {name: _no_rule(prefix, module, name) for prefix, module, name in without_rule}
     return RuleAssignment(
@@ -318,7 +323,7 @@ def assign_rules(
 def _parts(
     prefix: str, parts: Mapping[str, LinearPart], parameters: Mapping[str, str]
 ) -> Iterator[TrackedLayer]:
-    """The parts of a divided layer that have trainable parameters."""
+    """Return the parts of a divided layer that have trainable parameters."""
     for part_name, part in parts.items():
         registration = registered(part)
         assert registration is not None and issubclass(registration.rule, Rule)
@@ -336,7 +341,7 @@ def _parts(
 
 
 def followed(model: nn.Module, name: str) -> TrackedLayer:
-    """A parameter as a layer that never runs: its gradients come from the operations on it."""
+    """Return a parameter as a layer that never runs. Followed operations give its gradients."""
     prefix, _, local = name.rpartition(".")
     view = (1, *model.get_parameter(name).shape)
     return _own_parameter(prefix, model.get_submodule(prefix), local, view, name)
@@ -350,16 +355,17 @@ def _own_parameter(
         view = tuple(p.shape)
     if view is None:
         raise NotImplementedError(
-            f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}; "
-            "register_parameters needs the shape, beginning with 1, as which it is broadcast: "
+            f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}, but its "
+            "first axis must have size 1. Pass register_parameters the broadcast shape: "
             f"{local}=(1, ...)."
         )
     try:
         whole_shape(p.detach()).reshape(view)
     except RuntimeError as error:
         raise ValueError(
-            f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}, of which "
-            f"register_parameters cannot make {tuple(view)}; one entry may be -1, for all the rest."
+            f"Parameter '{full}' of {type(module).__name__} has shape {tuple(p.shape)}, which "
+            f"does not fit the shape {tuple(view)} of register_parameters. Pass the broadcast "
+            "shape; one entry may be -1."
         ) from error
     name = f"{prefix}.{local}" if prefix else local
     layer = OwnParameter(module, local, view)
@@ -367,15 +373,15 @@ def _own_parameter(
 
 
 def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssignment:
-    """The assignment of the parameters that have a block; the others are constants.
+    """Return the assignment for a given set of blocks; other parameters are constants.
 
-    ``sizes`` has the number of entries of each block, by its parameter's name.
+    ``sizes`` maps a parameter's name to the number of entries of its block.
 
     Raises:
         ValueError: no block at all, or a block of a parameter that the model lacks, that has
             another size there, or that is frozen.
     """
-    # "diagonal", since a posterior may have blocks of parameters without a rule.
+    # "diagonal", because a posterior may have blocks of parameters without a rule.
     assignment = assign_rules(model, "diagonal")
     own_sizes = {
         name: p.numel() for name, p in model.named_parameters() if name in assignment.names
@@ -384,13 +390,11 @@ def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssi
     if wrong or not sizes:
         mistake = "no block"
         if wrong:
-            mistake = (
-                f"a block of '{wrong[0]}' with {sizes[wrong[0]]} entries, where the model has "
-            )
-            mistake += str(own_sizes.get(wrong[0], "none that are trained"))
+            mistake = f"a block of '{wrong[0]}' with {sizes[wrong[0]]} entries, but the model has "
+            mistake += str(own_sizes.get(wrong[0], "no such trainable parameter"))
         raise ValueError(
-            f"The posterior has {mistake}; it belongs to another model, or the parameter was "
-            "frozen since: requires_grad_(True)."
+            f"The posterior has {mistake}. It belongs to another model, or the parameter was "
+            "frozen after the fit (unfreeze it: requires_grad_(True))."
         )
     others = {name: None for name in assignment.names if name not in sizes}
     return replace(assignment.without(others), names=list(sizes))
@@ -399,9 +403,9 @@ def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssi
 def _no_rule(module_name: str, module: nn.Module, parameter: str) -> str:
     return (
         f"Parameter '{parameter}' of layer '{module_name}' ({type(module).__name__}) has no K-FAC "
-        f"rule. Supported: {', '.join(supported_layers())}. Freeze it (requires_grad_(False)), or "
-        'pass unsupported="freeze" or unsupported="diagonal". Or say how it is used: '
-        "register_rule, register_parameters."
+        f"rule. Supported: {', '.join(supported_layers())}. Freeze it (requires_grad_(False)), "
+        'pass unsupported="freeze" or unsupported="diagonal", or declare its use with '
+        "register_rule or register_parameters."
     )
 
 
@@ -411,28 +415,28 @@ def check_module(model: object) -> None:
     Raises:
         TypeError: not a module, or one that contains a wrapper for several devices.
         ValueError: parameters on the meta device, which have no values.
-        NotImplementedError: parameters that are spread over ranks by other means than fully_shard.
+        NotImplementedError: parameters that are spread over ranks without fully_shard.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"The model is {model!r:.80}, of type {type(model).__name__}; a torch.nn.Module is "
-            "needed."
+            f"The model is {model!r:.80}, of type {type(model).__name__}, but must be a "
+            "torch.nn.Module."
         )
     for name, module in model.named_modules():
         subject = f"Layer '{name}'" if name else "The model"
         inner = f"{f'model.{name}' if name else 'model'}.module"
         if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise TypeError(
-                f"{subject} is in {type(module).__name__}, whose copies or gradients a curvature "
-                f"pass cannot use. Pass what it holds: {inner}. The curvature's sums are reduced "
-                "over the ranks all the same."
+                f"{subject} is wrapped in {type(module).__name__}, whose copies or gradients a "
+                f"curvature pass cannot use. Pass the wrapped module: {inner}. The curvature is "
+                "still summed over the ranks."
             )
         if isinstance(module, torch.jit.ScriptModule) and any(
             p.requires_grad for p in module.parameters()
         ):
             raise NotImplementedError(
-                f"{subject} was compiled by torch.jit, which takes no hooks. Pass the module that "
-                "it was made from, or freeze it (requires_grad_(False))."
+                f"{subject} was compiled by torch.jit, which does not support hooks. Pass the "
+                "original module, or freeze it (requires_grad_(False))."
             )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -440,26 +444,26 @@ def check_module(model: object) -> None:
                 f"Parameter '{name}' is on the meta device and has no values. Move the model to a "
                 "device (model.to_empty), and load its weights."
             )
-    if dist.is_available() and dist.is_initialized():  # else nothing can be spread over ranks
+    if dist.is_available() and dist.is_initialized():  # otherwise nothing can be spread over ranks
         check_sharding(model)
 
 
 def check_batch_norm(model: nn.Module, way_out: str = "") -> None:
     """Raise a ValueError if a BatchNorm of the model mixes the examples of a batch.
 
-    The error names ``way_out`` beside eval mode.
+    The message names ``way_out`` in addition to eval mode.
     """
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             continue
         if module.training:
             raise ValueError(
-                f"Layer '{name}' ({type(module).__name__}) is in train mode, where it mixes the "
-                "examples of a batch and the exact GGN is not defined. Call model.eval() first"
-                f"{f', or {way_out}' if way_out else ''}."
+                f"Layer '{name}' ({type(module).__name__}) is in train mode. There it mixes the "
+                "examples of a batch, and the exact GGN is not defined. Call model.eval() "
+                f"first{f', or {way_out}' if way_out else ''}."
             )
         if module.running_mean is None:
             raise ValueError(
-                f"Layer '{name}' ({type(module).__name__}) keeps no running statistics, so that it "
-                "mixes the examples of a batch in eval mode, too. Use track_running_stats=True."
+                f"Layer '{name}' ({type(module).__name__}) keeps no running statistics, so it "
+                "mixes the examples of a batch even in eval mode. Use track_running_stats=True."
             )

@@ -1,8 +1,9 @@
-"""A pass of ranks that share one model under `fully_shard`.
+"""Run a pass on ranks that share one model under `fully_shard`.
 
-FSDP gathers the parameters of a module each time that it runs, from all ranks. So all must run the
-model equally often: each batch, each vector, and each step of the proof. A rank that has no more
-batches runs along. They prepare on the same examples, a few of each rank that misses something.
+FSDP gathers the parameters of a module from all ranks each time that it runs. So all ranks must run
+the model equally often: for each batch, each vector, and each step of the proof. A rank without
+further batches runs along. The ranks prepare on common examples, a few of each rank with something
+left to prove.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,7 @@ from kfac_backend.sharding import ranks_of_model, resharded
 
 
 class Preparing(Protocol):
-    """A driver, as far as ranks prepare together."""
+    """The part of a driver that ranks use to prepare together."""
 
     model: nn.Module
     device: torch.device
@@ -36,45 +37,45 @@ class Preparing(Protocol):
     kfac_approx: KfacApprox
 
     def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
-        """A batch's targets; the first batches make the proof, and decide the mode, for all."""
+        """Return a batch's targets. The first batches make the proof and decide the mode."""
 
 
 class ShardedPass:
-    """What a driver does together with the ranks that share its model; all of it is collective.
+    """Collective steps of the drivers whose ranks share a model.
 
     Args:
-        driver: this rank's.
+        driver: this rank's driver.
     """
 
     def __init__(self, driver: Preparing) -> None:
         self._driver = driver
-        # An input and targets that all ranks have, for one without a batch.
+        # Common input and targets, for ranks without a batch.
         self._common: tuple[Any, Any] | None = None
 
     def check_ranks(self) -> None:
-        """Raise an error unless the ranks of the model are those that pass over the data.
+        """Raise an error unless exactly the ranks of the model run the pass.
 
         Raises:
             RuntimeError: the ranks' process group has ended.
-            ValueError: the pass is of other ranks.
+            ValueError: the pass has other ranks.
         """
         if not dist.is_initialized():
             raise RuntimeError(
                 "The process group of the ranks that share the model has ended "
-                "(destroy_process_group), so that no rank can gather its parameters. Pass over the "
-                "data before, or make a whole model of it while the group is there "
+                "(destroy_process_group), so no rank can gather its parameters. Run the pass "
+                "before the group ends, or gather a whole model then "
                 "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
                 "full_state_dict=True)."
             )
         number, size = ranks_of_model(self._driver.model), self._driver.ranks.size
         if number != size:
             raise ValueError(
-                f"The model is sharded over {number} ranks, and {size} of them shall pass over the "
-                "data. All run it together: pass process_group='default'."
+                f"The model is sharded over {number} ranks, but {size} of them run the pass. All "
+                "must run it: pass process_group='default'."
             )
 
     def with_other_ranks(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """This rank's batches; in between it runs along with the others' batches."""
+        """Return this rank's batches. In between, run along with the others' batches."""
         for batch in self._driver.ranks.in_step(batches, self._driver.device):
             if batch is None:
                 self._run_along()
@@ -82,21 +83,21 @@ class ShardedPass:
                 yield batch
 
     def vectors(self, vectors: Iterable[Tensor], f: Tensor) -> Iterator[Tensor]:
-        """Equally many vectors on all ranks; terms that count for no example have none."""
+        """Return equally many vectors on all ranks, with zeros for missing ones."""
         for vector in self._driver.ranks.in_step(vectors, self._driver.device):
             yield torch.zeros_like(f) if vector is None else vector
 
     def any(self, is_so: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Return whether the condition holds on any rank."""
         return self._driver.ranks.any(is_so, self._driver.device)
 
     def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
-        """`Driver.prepare` on the same examples of the ranks that miss something; the targets."""
+        """Return the targets, after `Driver.prepare` on common examples of ranks that need it."""
         self._prepare(x, y, mask)
         return self._driver.task.targets(None, x, y, mask)
 
     def _prepare(self, x: Any = None, y: Any = None, mask: Tensor | None = None) -> None:
-        """The same; how often the model runs depends on what these examples show.
+        """Call `Driver.prepare` on the common examples, equally often on all ranks.
 
         A rank without a batch has neither x nor y.
         """
@@ -114,20 +115,20 @@ class ShardedPass:
             driver.prepare(some, its_y, driver.task.mask(some))
         if proof.assignment.diagonal:
             raise NotImplementedError(
-                f"Parameter '{proof.assignment.diagonal[0]}' has no K-FAC rule, and the exact "
-                "diagonal of its block (unsupported='diagonal') needs whole models; this one is "
-                "under fully_shard. Freeze it (requires_grad_(False)), or use "
+                f"Parameter '{proof.assignment.diagonal[0]}' has no K-FAC rule. The exact "
+                "diagonal of its block (unsupported='diagonal') needs a whole model, but this one "
+                "is under fully_shard. Freeze it (requires_grad_(False)), or use "
                 "DistributedDataParallel."
             )
 
     def examples_of_ranks(self, batch: tuple[Any, Any, Tensor | None] | None) -> list[Any]:
-        """A few examples of each rank's batch, most first, for all ranks."""
+        """Return a few examples of each rank's batch to all ranks, the largest sets first."""
         driver, some = self._driver, None
         if batch is not None:
             x, y, mask = batch
             if splits_by_example(x, y):
-                # One whose positions a mask hides, if there are any, those whose labels tell if the
-                # model shifts them, and the first ones.
+                # An example with a hidden position, if any; examples whose labels show if the model
+                # shifts them; and the first ones.
                 hiding = 0 if mask is None else int(torch.argmin(mask.all(1).int()))
                 telling = driver.task.telling_examples(y).tolist()
                 index = [hiding, *telling, *range(min(len(y), MOST_EXAMPLES))]
@@ -139,7 +140,7 @@ class ShardedPass:
         return [tuple(detached(value, driver.device) for value in some) for some in batches]
 
     def prove_masked(self, masked: set[TrackedLayer], x: Any, y: Any, mask: Tensor | None) -> None:
-        """Prove that masks do no harm in layers some of whose rows they hide, unless it is."""
+        """Prove that masks are harmless in layers with rows that they hide, unless it is proved."""
         driver = self._driver
         is_new = driver.proof.needs_mask(masked, mask)
         if not self.any(is_new):
@@ -151,7 +152,7 @@ class ShardedPass:
     def _run_along(self) -> None:
         """Run the model on the common examples, as often as other ranks do on a batch."""
         driver = self._driver
-        with full_float32(), resharded(driver.model):  # as where a batch is added
+        with full_float32(), resharded(driver.model):  # as for added batches
             self._prepare()
             assert self._common is not None
             x, y = self._common

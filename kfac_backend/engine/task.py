@@ -1,6 +1,6 @@
-"""What a model's batches mean: their targets, which of them count, and which positions of inputs.
+"""Determine the targets of a batch, which of them count, and which input positions count.
 
-Also the checks of inputs, outputs and targets. How a batch is taken apart is in `engine.batches`.
+This module also checks inputs, outputs and targets. `engine.batches` splits batches.
 """
 
 import warnings
@@ -38,31 +38,32 @@ WHICH_LABEL = (
     "pass shift_labels=False if the output at a position predicts its own label, True if it "
     "predicts the next one"
 )
-"""The way out of errors where a model's own loss does not show whether it shifts labels."""
+"""Way out in errors about a model's own loss that does not show whether it shifts labels."""
 
 
 MOST_ROWS = 64
-"""Rows of outputs that are enough to know that all are probabilities."""
+"""Number of output rows that suffice to recognise probabilities."""
 FEWEST_OUTPUTS = 32
-"""Outputs below which values in [0, 1] alone say nothing: an untrained network has such logits."""
+"""Number of outputs below which values in [0, 1] do not suffice: an untrained network has such
+logits."""
 
 
 class Task:
-    """What a likelihood and options say about a model's batches.
+    """Interpretation of a model's batches by a likelihood and options.
 
-    `targets` gives the targets of the outputs, position by position, and the rest checks and counts
-    them. A pass, the learner, calibration and metrics share it. A batch's labels may differ from
-    the targets in two ways:
+    `targets` returns the targets of the outputs, position by position. The other methods check and
+    count them. Passes, the learner, calibration and metrics share it. A batch's labels may differ
+    from the targets in two ways:
 
     - Causal language models of Hugging Face take the label of each position's own token and shift
       the labels inside: the output at a position predicts the label of the next one.
-      shift_labels="auto" finds that out from the first batch that shows it: if the model computes a
-      loss from labels, the loss must equal ours, either with these labels or with shifted ones. As
-      in these models, a label of -100 then does not count.
+      shift_labels="auto" detects this on the first batch that shows it. If the model computes a
+      loss from labels, it must equal ours, either with these labels or with shifted ones. As in
+      these models, a label of -100 then does not count.
     - A position that a mapping's mask hides is no target and predicts none.
 
     Raises:
-        ValueError: options that are not for the likelihood.
+        ValueError: options that the likelihood does not support.
     """
 
     def __init__(
@@ -73,23 +74,23 @@ class Task:
         self.options, self.likelihood = options, likelihood_of(likelihood)
         options.check(self.likelihood)
         self.may_ignore = options.ignore_index is not None
-        """Whether some targets do not count, as far as it is known so far."""
+        """Whether some targets do not count, as far as known."""
         self.shifts = None if options.shift_labels == "auto" else bool(options.shift_labels)
-        """Whether labels are shifted, the same for all batches. None until a batch shows it; as
-        long as that, `targets` needs the model."""
+        """Whether labels are shifted, in all batches. None until a batch shows it; until then
+        `targets` needs the model."""
         self._has_warned = False
         self.knows_outputs = False
         self.knows_axis = self.shifts is True or self.likelihood.kind != "classes"
-        """Whether the last axis of outputs is known to be that of the classes."""
-        self._is_unproved = False  # a sharded model's, whose sizes alone can show the axis
+        """Whether the last axis of outputs is known to be the class axis."""
+        self._is_unproved = False  # True for a sharded model, where only sizes can show the axis
 
     def mask(self, x: Any) -> Tensor | None:
-        """Which positions of a mapping's examples count (N, R); None if it hides none.
+        """Return which positions of a mapping's examples count (N, R); None means all.
 
-        A mask of other axes, as attention takes for each pair of positions, hides none.
+        A mask with other axes, such as an attention mask for pairs of positions, hides none.
 
         Raises:
-            ValueError: a mask of floating point that is not of zeros and ones.
+            ValueError: a floating-point mask with entries other than zero and one.
         """
         key = self.options.dict_key_mask
         mask = x.get(key) if key and isinstance(x, Mapping) else None
@@ -98,7 +99,7 @@ class Task:
         counted = mask != 0
         if mask.is_floating_point() and not torch.equal(counted.to(mask), mask):
             raise ValueError(
-                f"'{key}' has entries other than 0 (hidden) and 1 (counts). Give it truth values, "
+                f"'{key}' has entries other than 0 (hidden) and 1 (counts). Pass a boolean mask, "
                 "or let all positions count (dict_key_mask=None)."
             )
         return None if counted.all() else counted
@@ -106,13 +107,13 @@ class Task:
     def targets(
         self, model: nn.Module | None, x: Any, y: Any, mask: Tensor | Literal["ask"] | None = "ask"
     ) -> Any:
-        """The targets of a batch, in the labels' shape; `IGNORED` where they do not count.
+        """Return the targets of a batch in the labels' shape, with `IGNORED` if they do not count.
 
-        ``mask`` is `mask` of x, for who has it already: asking for it waits for a GPU.
+        ``mask`` is the `mask` of x, if it is known already: computing it waits for a GPU.
 
         Raises:
             ValueError: the model's own loss equals ours neither with these labels nor with shifted
-                ones; numbers at positions that a mask hides.
+                ones; continuous targets at positions that a mask hides.
         """
         if not isinstance(y, Tensor):
             return y  # reported with the outputs
@@ -120,8 +121,8 @@ class Task:
         if mark is not None and mark != IGNORED:
             if (y == IGNORED).any():
                 raise ValueError(
-                    f"There are labels {IGNORED} beside ignore_index={mark}. Give all that do not "
-                    "count one label."
+                    f"Some labels are {IGNORED} although ignore_index={mark}. Use one label for "
+                    "all targets that do not count."
                 )
             y = y.masked_fill(y == mark, IGNORED)
         if self.shifts is None and model is not None:
@@ -135,8 +136,8 @@ class Task:
             return y
         if self.shifts and y.dim() < 2:
             raise ValueError(
-                f"shift_labels=True needs labels (N, R), several an example; these have shape "
-                f"{tuple(y.shape)}. Pass shift_labels=False."
+                "shift_labels=True needs labels (N, R) with several positions per example, but "
+                f"these have shape {tuple(y.shape)}. Pass shift_labels=False."
             )
         self.may_ignore = True
         if hidden is not None:
@@ -144,25 +145,26 @@ class Task:
             y = y.masked_fill(hidden, IGNORED)
         if self.shifts:
             y = _shifted(y)
-            # Before the shift the mask hides labels, after it the positions that would predict one.
+            # Before the shift the mask hides labels; after it, it hides positions that would
+            # predict one.
             y = y if hidden is None else y.masked_fill(hidden, IGNORED)
         return y
 
     def _check_hidden(self, y: Tensor, mask: Tensor | None) -> None:
-        """Raise a ValueError if numbers at positions that a mask hides would count in the loss."""
+        """Raise a ValueError if continuous targets at hidden positions would count in the loss."""
         if mask is None or y.dim() != 3 or y.shape[:-1] != mask.shape:
             return
         if isinstance(self.likelihood, Weighted) and not y[..., -1][~mask.to(y.device)].any():
             return
         raise ValueError(
-            f"'{self.options.dict_key_mask}' hides positions, and likelihood '{self.likelihood}' "
-            "counts the targets of all: only labels can be left out. Give each position a weight, "
-            f"0 where it is hidden (\"weighted(of='{self.likelihood}')\"), or let all positions "
-            "count (dict_key_mask=None)."
+            f"'{self.options.dict_key_mask}' hides positions, but likelihood '{self.likelihood}' "
+            "counts all targets, because only labels can be left out. Give each position a "
+            f"weight, 0 where it is hidden (\"weighted(of='{self.likelihood}')\"), or let all "
+            "positions count (dict_key_mask=None)."
         )
 
     def telling_examples(self, y: Tensor) -> Tensor:
-        """The first two examples whose labels can tell whether the model shifts them."""
+        """Return the first two examples whose labels can show whether the model shifts them."""
         counted = torch.ones_like(y, dtype=torch.bool)
         if self.likelihood.has_labels:
             mark = self.options.ignore_index
@@ -178,27 +180,27 @@ class Task:
             self.check_sizes(f)
 
     def check_sizes(self, f: Tensor) -> None:
-        """Raise a ValueError if a sharded model's outputs may have the classes second; once.
+        """Raise a ValueError, once, if a sharded model's outputs may have the classes second.
 
-        Its layers are not run on one example, so that the sizes alone decide.
+        Only the sizes decide, because its layers are not run on one example.
         """
         if self._is_unproved and not self.knows_axis and f.dim() > 2 and len(f):
             if _has_equal_sizes(f):
                 raise ValueError(
                     f"An example has outputs {tuple(f.shape[1:])}, whose classes may be second or "
-                    "last, and the layers of a model under fully_shard cannot show which. Add an "
-                    "axis, and pass y.unsqueeze(1): return f.unsqueeze(1) where the classes are "
-                    "last, and f.movedim(1, -1).unsqueeze(1) where they are second."
+                    "last. The layers of a model under fully_shard cannot show which. Add an "
+                    "axis: pass y.unsqueeze(1), and return f.unsqueeze(1) if the classes are "
+                    "last, or f.movedim(1, -1).unsqueeze(1) if they are second."
                 )
             self.knows_axis = True
 
     def check_axis(self, model: nn.Module | None, x: Any, y: Any) -> None:
-        """Raise a ValueError unless the classes are on the last axis of the outputs; asked once.
+        """Check once that the classes are on the outputs' last axis, or raise a ValueError.
 
-        For labels (N, H, W), outputs (N, C, H, W) with C = H = W have the shape that they have with
-        classes last. Then the layer that returns them decides, run on one example: its features
-        are last if it is linear, and second if it is a convolution. A model under `fully_shard` is
-        not run: `check_sizes` refuses such outputs when they are there.
+        For labels (N, H, W), outputs (N, C, H, W) with C = H = W have the same shape as with
+        classes last. Then the layer that returns them decides, in a run on one example: its
+        features are last if it is linear, and second if it is a convolution. A model under
+        `fully_shard` is not run: `check_sizes` refuses such outputs later.
         """
         may_be_wrong = isinstance(y, Tensor) and y.dim() > 1 and len(y)
         if self.knows_axis or model is None or not may_be_wrong:
@@ -222,22 +224,21 @@ class Task:
         is_ambiguous = _has_equal_sizes(f)
         if is_ambiguous and not is_last:
             shape = tuple(f.shape[1:])
-            words = "are second, and must be" if is_last is False else "may be second, or"
+            words = "are second, but must be" if is_last is False else "may be second or"
             raise ValueError(
                 f"An example has outputs {shape} and labels {tuple(y.shape[1:])}. The classes "
-                f"{words} last. Return f.movedim(1, -1) where they are second. If the "
-                "layers do not show that they are last, add an axis that does: return "
-                "f.unsqueeze(1), and pass y.unsqueeze(1)."
+                f"{words} last. If they are second, return f.movedim(1, -1). If they are last, "
+                "add an axis to show it: return f.unsqueeze(1), and pass y.unsqueeze(1)."
             )
         self.knows_axis = is_ambiguous or y.shape[1:2] == f.shape[1:2]
 
     def look_at(self, f: Tensor) -> None:
-        """Warn once of outputs that are probabilities already, where the likelihood takes logits.
+        """Warn once if the outputs are probabilities, but the likelihood takes logits.
 
-        Those of classes lie in [0, 1] and sum to 1, which logits do not by chance. Those of
-        Bernoulli outputs all lie in [0, 1]. Logits of an untrained network often do, too, close to
-        each other: so a sigmoid must have made the outputs, or they must differ by more than a
-        half. The first batch with enough outputs to tell decides.
+        Class probabilities lie in [0, 1] and sum to 1, unlike logits. Bernoulli probabilities all
+        lie in [0, 1]. Logits of an untrained network often do, too, but are close to each other. So
+        a sigmoid must have made the outputs, or they must differ by more than a half. The first
+        batch with enough outputs decides.
         """
         if self.knows_outputs:
             return
@@ -249,47 +250,49 @@ class Task:
             if len(rows) < 2:
                 return
             if ((rows >= 0).all(-1) & ((rows.sum(-1) - 1).abs() < tolerance)).all():
-                reason = "each row lies in [0, 1] and sums to 1", "softmax (or the logarithm"
+                reason = "each row lies in [0, 1] and sums to 1", "softmax, or return the logarithm"
         if name == "bernoulli":
             is_sigmoid = _is_made_by_sigmoid(f)
             if f.numel() < FEWEST_OUTPUTS and not is_sigmoid:
                 return
             smallest, largest = torch.aminmax(f.detach())
             if smallest >= 0 and largest <= 1 and (is_sigmoid or largest - smallest > 0.5):
-                reason = "all lie in [0, 1]", "sigmoid (or torch.logit"
+                reason = "all lie in [0, 1]", "sigmoid, or return torch.logit"
         self.knows_outputs = True
         if reason is not None:
             warnings.warn(
                 f"The model's outputs are probabilities: {reason[0]}. Likelihood '{likelihood}' "
-                f"takes logits. Return these, without the {reason[1]} of its result).",
+                f"takes logits. Omit the {reason[1]} of its result.",
                 stacklevel=3,
             )
 
     def _warn_of_hidden(self, y: Tensor, hidden: Tensor) -> None:
-        """Warn once of labels that would count if the mask did not hide them."""
+        """Warn once about labels that would count without the mask."""
         if self._has_warned or not (y[hidden] != IGNORED).any():
             return
         self._has_warned = True
         mark = IGNORED if self.options.ignore_index is None else self.options.ignore_index
         warnings.warn(
-            f"Labels at positions that '{self.options.dict_key_mask}' hides do not count. Mark "
-            f"them with {mark} to say the same, or pass dict_key_mask=None to let all count.",
+            f"Labels at positions that '{self.options.dict_key_mask}' hides do not count. Set "
+            f"them to {mark} to turn this warning off, or pass dict_key_mask=None to let them "
+            "count.",
             stacklevel=3,
         )
 
     def _shifts_inside(self, model: nn.Module, x: Any, y: Tensor) -> bool | None:
-        """Whether the loss that a model computes from labels equals ours with shifted labels.
+        """Return whether a model's own loss equals ours with shifted labels.
 
-        False if it computes no loss; None if this batch does not show it.
+        False if the model computes no loss; None if this batch does not show it.
 
         Raises:
-            ValueError: it equals ours with both labels or with neither, or cannot be computed.
+            ValueError: the loss equals ours with both labels or with neither, or cannot be
+                computed.
         """
         are_labels = self.likelihood.has_labels
         may_shift = are_labels and y.dim() > 1
         device = next(model.parameters()).device
         x, y = detached(x, device), y.to(device)
-        # Step 1: two examples whose labels tell the two ways apart.
+        # Step 1: two examples whose labels distinguish both cases.
         if splits_by_example(x, y):
             index = self.telling_examples(y)
             x, y = examples(x, index), y[index]
@@ -300,20 +303,20 @@ class Task:
             check_targets(call_with(model, {}, x), y, self.likelihood, may_ignore=True)
 
         with torch.no_grad(), forked_random_numbers(model):
-            # Without labels first, to check these: on a GPU, a label out of range inside the
-            # model's own loss would end the process.
+            # Check labels first, without the model's own loss: on a GPU, a label out of range
+            # inside it would end the process.
             if isinstance(try_twice(fits), Exception):
-                return None  # reported by name, in the pass itself
+                return None  # reported with its name in the pass itself
             own_output = own_loss(model, x, y)
         if own_output is None:
             return False
-        # Step 2: the model's own loss, which knows of no label noise, against ours, with these
-        # labels and with shifted ones.
+        # Step 2: compare the model's own loss, which has no label noise, with ours, for these
+        # labels and for shifted ones.
         likelihood = self.likelihood
         likelihood = likelihood.replace(noise=0.0) if likelihood.has_label_noise else likelihood
         f, loss = own_output
         if not torch.isfinite(loss) or not torch.isfinite(f).all():
-            return None  # reported by name, in the pass itself
+            return None  # reported with its name in the pass itself
         labels_of_shift = {False: y} | ({True: _shifted(y)} if may_shift else {})
         means, fitting = [], []
         for shifts, labels in labels_of_shift.items():
@@ -322,40 +325,41 @@ class Task:
             means.append(f"{ours / terms:.6g}")
             if _is_our_loss(loss, ours, terms, f, likelihood.kind):
                 fitting.append(shifts)
-        # Step 3: exactly one way must fit. With both or none, guessing would give wrong numbers.
+        # Step 3: exactly one case must fit. With both or none, a guess would give wrong numbers.
         if len(fitting) == 1:
-            self.knows_axis = True  # with classes elsewhere the loss would be another
+            self.knows_axis = True  # with classes on another axis the loss would differ
             self.may_ignore = self.may_ignore or may_shift
             return fitting[0]
         raise ValueError(
-            f"{type(model).__name__} computes a loss from labels itself, {float(loss):.6g} for the "
-            f"first examples. Per term ours is {' or, with labels shifted by one, '.join(means)}: "
-            + ("both fit. " if fitting else "another loss (label smoothing, class weights?). ")
+            f"{type(model).__name__} computes its own loss from labels: {float(loss):.6g} for the "
+            "first examples. Our loss per term is "
+            f"{' or, with labels shifted by one, '.join(means)}."
+            + (" Both fit. " if fitting else " None fits (label smoothing, class weights?). ")
             + f"Say which label belongs to which output: {WHICH_LABEL}."
         )
 
 
 def _shifted(y: Tensor) -> Tensor:
-    """Each position's label is that of the next one; the last position has none."""
+    """Shift labels, so that each position has the label of the next; the last one has none."""
     return F.pad(y[..., 1:], (0, 1), value=IGNORED)
 
 
 def _is_our_loss(loss: Tensor, ours: float, terms: int, f: Tensor, kind: str) -> bool:
-    """Whether a model's loss is our sum, or its mean over examples, loss terms or outputs.
+    """Return whether a model's loss is our sum, or its mean over examples, terms or outputs.
 
     For regression it may also be the squared error, without our factor ½.
     """
     sizes = {1, len(f), terms} | (set() if kind == "classes" else {f.numel()})
     factors = (1, 2) if kind == "continuous" else (1,)
     relative = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 0.02
-    # The rounding of log Σ exp grows with the outputs.
+    # The rounding error of log Σ exp grows with the outputs.
     rounding = 4 * torch.finfo(torch.float32).eps * float(f.abs().max())
     readings = [ours * factor / size for size in sizes for factor in factors]
     return any(abs(float(loss) - r) <= relative * abs(r) + rounding for r in readings)
 
 
 def _is_made_by_sigmoid(f: Tensor) -> bool:
-    """Whether a sigmoid or softmax made the outputs, but for operations that only move numbers."""
+    """Return whether a sigmoid or softmax made the outputs, up to operations that move numbers."""
     node: Any = f.grad_fn
     while node is not None:
         if any(name in node.name().lower() for name in ("sigmoid", "softmax")):
@@ -365,12 +369,12 @@ def _is_made_by_sigmoid(f: Tensor) -> bool:
 
 
 def _has_equal_sizes(f: Tensor) -> bool:
-    """Whether outputs (N, ...) have the same shape with any axis as the last."""
+    """Return whether outputs (N, ...) have the same shape with any axis as the last."""
     return f.shape[-1] > 1 and len(set(f.shape[1:])) == 1
 
 
 def _run_with_axis(model: nn.Module, x: Any) -> tuple[Tensor, bool | None]:
-    """The outputs, and whether features of the layer that returns them are last; None: unknown."""
+    """Return the outputs, and whether their layer's features are last (None: unknown)."""
     outputs: list[Tensor] = []
 
     def keep(layer: nn.Module, _: Any, z: Any) -> None:
@@ -394,28 +398,28 @@ def _run_with_axis(model: nn.Module, x: Any) -> tuple[Tensor, bool | None]:
     return f, None
 
 
-INPUTS_NOT_FINITE = "The inputs contain NaN or infinity; clean the data."
+INPUTS_NOT_FINITE = "The inputs contain NaN or infinity. Correct or remove these examples."
 
 
 def check_inputs(x: Any) -> None:
-    """Raise a ValueError if the inputs have NaN or infinity; a mapping's masks may have −∞."""
+    """Raise a ValueError if the inputs have NaN or infinity. Masks in a mapping may have −∞."""
     if any(not torch.isfinite(value).all() for value in numbers_of(x)):
         raise ValueError(INPUTS_NOT_FINITE)
 
 
 def numbers_of(x: Any) -> Iterator[Tensor]:
-    """The tensors of an input that must be finite."""
+    """Return the tensors of an input that must be finite."""
     for key, value in x.items() if isinstance(x, Mapping) else [("", x)]:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            # Masks that are added to the scores of attention hide positions by −∞.
+            # Masks that are added to attention scores hide positions by −∞.
             value = torch.view_as_real(value) if value.is_complex() else value
             yield value.masked_fill(value == -torch.inf, 0) if "mask" in str(key) else value
 
 
 def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
-    """Raise a ValueError that names what has NaN or infinity, if the outputs f have any."""
-    # The sum is tested first, which takes a fifth of the time of testing each entry. If all entries
-    # are finite it may still overflow, and then each entry is tested.
+    """Raise a ValueError that names the tensor with NaN or infinity, if the outputs f have any."""
+    # Test the sum first, which takes a fifth of the time of testing each entry. The sum of finite
+    # entries may still overflow, so then test each entry.
     if torch.isfinite(f.sum()) or torch.isfinite(f).all():
         return
     check_inputs(x)
@@ -423,14 +427,14 @@ def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
 
 
 def not_finite(model: nn.Module) -> ValueError:
-    """The error for outputs with NaN or infinity at inputs without."""
+    """Return the error for outputs with NaN or infinity at finite inputs."""
     for name, p in model.named_parameters():
         if not torch.isfinite(local_part(p)).all():  # each rank may call this alone
             return ValueError(
-                f"Parameter '{name}' contains NaN or infinity; training has diverged. "
-                "Go back to an earlier state, with a smaller learning rate."
+                f"Parameter '{name}' contains NaN or infinity: training has diverged. Return to "
+                "an earlier state, and use a smaller learning rate."
             )
     return ValueError(
-        "The model's output contains NaN or infinity though its parameters and inputs are "
-        "finite; activations overflow. Normalise the inputs, or use float32 or float64."
+        "The model's output contains NaN or infinity, although its parameters and inputs are "
+        "finite: activations overflow. Normalise the inputs, or use float32 or float64."
     )

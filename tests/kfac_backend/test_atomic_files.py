@@ -37,7 +37,7 @@ def test_a_failure_at_any_point_leaves_the_old_file(tmp_path, monkeypatch, numbe
     if number == errno.EDQUOT:
         assert isinstance(caught.value, DiskFullError)
         assert f"{path} cannot be written" in str(caught.value)
-        assert "3 bytes are wanted" in str(caught.value)
+        assert "it needs 3 bytes" in str(caught.value)
     assert [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()] == [b"old"]
 
 
@@ -98,7 +98,7 @@ def test_every_damaged_byte_is_noticed(tmp_path, of_others):
         try:
             found, metadata = read_tensors(path, kind="test's tensors", of_others=of_others)
         except ValueError as error:
-            assert "is not a whole file of test's tensors" in str(error)
+            assert "is not an intact file of test's tensors" in str(error)
             continue
         # Without its checksum's name a file is one of another program.
         assert of_others and "marglik" not in metadata

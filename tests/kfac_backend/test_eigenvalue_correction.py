@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_said():
         corrected_factors(2 * factors, model, [(x, y)])
     with pytest.raises(ValueError, match="fisher='exact', but the correction.*fisher='empirical'"):
         corrected_factors(factors, model, [(x, y)], fisher="empirical")
-    with pytest.raises(ValueError, match="it belongs to another model"):
+    with pytest.raises(ValueError, match="It belongs to another model"):
         corrected_factors(factors, nn.Linear(2, 3), [(x, y)])
 
 

@@ -200,7 +200,7 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
     {
         "tensor parallelism": "Parameter '0.weight' is sharded by tensor parallelism",
         "FSDP1": "NotImplementedError: The model uses FSDP1",
-        "diagonal": "needs whole models; this one is under fully_shard",
+        "diagonal": "needs a whole model, but this one is under fully_shard",
         "sample": "NotImplementedError: A sample of parameters needs whole parameters",
         "all layers": "NotImplementedError: The covariance of outputs by more than the last layer",
         "Jacobians": "NotImplementedError: structure 'diag' needs whole parameters",

@@ -1,1 +1,1 @@
-"""Parameters that no hook sees: followed operation by operation, or example by example."""
+"""Handle parameters that hooks cannot capture, by following operations or per example."""

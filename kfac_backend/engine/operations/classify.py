@@ -1,4 +1,4 @@
-"""What each operation on followed parameters is, found by two forward passes of a model."""
+"""Classify each operation on followed parameters with two forward passes of a model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -46,7 +46,7 @@ def follow(
     candidates: Mapping[str, str],
     shared: Mapping[str, str],
 ) -> RuleAssignment:
-    """The assignment with parameters that are followed operation by operation.
+    """Return the assignment with parameters that are followed operation by operation.
 
     The result is not proved yet.
 
@@ -54,7 +54,7 @@ def follow(
         model: the model.
         assignment: its tracked layers, with their runs.
         x: some examples.
-        candidates: the parameters to follow -> the message if that fails.
+        candidates: messages for a failed follow, by the names of the parameters to follow.
         shared: the same for parameters of layers that run once for all examples and whose output is
             followed, see `candidates`.
 
@@ -70,7 +70,7 @@ def follow(
             capture.forward(examples(x, torch.tensor(indices)))
             return capture.follower
 
-    # Two runs: sizes that double with a second example are those of examples or of their rows.
+    # Two runs: a size that doubles with a second example counts examples or their rows.
     def trial() -> Any:
         one = run(CollectShapes, [0])
         return run(partial(ClassifyOperations, shapes=one.shapes, model=model), [0, 0])
@@ -81,14 +81,15 @@ def follow(
     layer_tuples = [kind for kind in operations.kinds.values() if isinstance(kind, tuple)]
     layers = list(dict.fromkeys(chain.from_iterable(layer_tuples)))
     of_layers = {name for t in assignment.layers + layers for name in t.parameters.values()}
-    # A parameter has one block, of one kind: a rule's for a weight, the exact one for copies.
-    why = dict.fromkeys(tried.copied & of_layers, "is a weight, and also meets other operations")
+    # A parameter has one block of one kind: by a rule if it is a weight, exact if it is copied.
+    why = dict.fromkeys(tried.copied & of_layers, "is a weight, and also used by other operations")
     why |= tried.refused
     if why:
         refused = [name for name in errors if name in why]
-        raise Refusal({n: f"{errors[n]} What it does: '{n}' {why[n]}." for n in refused})
-    # Weights became layers of their own in the second run, beside those that hooks see; the rest
-    # meets examples by broadcasting, and has the exact block of an elementwise parameter.
+        raise Refusal({n: f"{errors[n]} Reason: '{n}' {why[n]}." for n in refused})
+    # In the second run weights have become layers, in addition to those with hooks. The other
+    # parameters are combined with the examples by broadcasting, and have the exact block of an
+    # elementwise parameter.
     broadcast = {name: t for name, t in operations.own.items() if name not in of_layers}
     consecutive_rows = {t.layer: ("consecutive",) for t in tried.consecutive_rows}
     return replace(
@@ -100,12 +101,12 @@ def follow(
 
 
 class CollectShapes(Follower):
-    """The first of two runs, with one example: the shapes of all tensors that parameters reach.
+    """First of two runs, with one example: record the shapes of all tensors that use parameters.
 
-    With a single example, an expression and a tensor that has met the examples look alike, so both
-    are followed on. In the second run an operation has fewer expressions, and thus another key. So
-    each result is noted under the keys of all subsets of the operation's expressions: one of
-    these is the subset of the true ones, under which `ClassifyOperations` looks it up.
+    With a single example, an expression looks like a tensor that depends on the examples, so both
+    are followed. In the second run an operation has fewer expressions, and thus another key. So
+    each result is recorded under the keys of all subsets of the operation's expressions. One of
+    them is the subset of the true expressions, with which `ClassifyOperations` looks it up.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -119,9 +120,9 @@ class CollectShapes(Follower):
             return output
         shapes = [value.shape for value in outputs]
         keys = [e.key for e in call.expressions]
-        # Which of them are expressions in truth, and which have met the one example, shows only in
-        # the second run: it asks by the key of the true ones.
-        # All subsets of many would be too many, as for a list of tensors that is concatenated.
+        # Only the second run shows which of them are expressions, and which depend on the example:
+        # it uses the key of the true expressions. With many, for example in a concatenated list,
+        # all subsets would be too many.
         sizes = range(1, len(keys) + 1) if len(keys) <= 4 else (1, len(keys))
         for some in dict.fromkeys(chain.from_iterable(combinations(keys, k) for k in sizes)):
             self.shapes.setdefault(self._operations.key(call.func, *some), []).append(shapes)
@@ -131,12 +132,12 @@ class CollectShapes(Follower):
 
 
 class ClassifyOperations(Follower):
-    """The second run, with two examples: decides what each operation is, and tries it at once.
+    """Second run, with two examples: classify each operation, and try it at once.
 
-    Where an operation is refused, the run goes on with its plain result: all parameters that cannot
-    be followed are found in one run.
+    After a refusal the run continues with the operation's plain result, so that one run finds all
+    parameters that cannot be followed.
 
-    ``shapes`` is what `CollectShapes` has found.
+    ``shapes`` is the result of `CollectShapes`.
     """
 
     def __init__(
@@ -144,17 +145,17 @@ class ClassifyOperations(Follower):
     ) -> None:
         super().__init__(*args)
         self._shapes_of_one, self._model = shapes, model
-        self._times: dict[int, int] = {}  # how often an operation of each key has run so far
+        self._times: dict[int, int] = {}  # number of runs so far of an operation with each key
         self._stacks: dict[tuple[str, Any], tuple[TrackedLayer, ...]] = {}
         self.refused: dict[str, str] = {}
-        """Name -> why it cannot be followed."""
+        """Reasons for refusals by parameter name."""
         self.copied: set[str] = set()
-        """The names of the parameters that were copied for each row."""
+        """Names of the parameters that were copied for each row."""
         self.consecutive_rows: set[TrackedLayer] = set()
-        """Layers that got several rows of each example."""
+        """Layers that got several rows per example."""
 
     def _run(self, call: Call) -> Any:
-        # The operation runs twice here. One that works in place changes a clone the first time.
+        # The operation runs twice here. An in-place operation changes a clone the first time.
         changed = call.changes
         before = None if changed is None else changed.detach().clone()
         expected = call.run(lambda value: value.clone() if value is changed else value)
@@ -165,20 +166,20 @@ class ClassifyOperations(Follower):
         self._times[call.key] = time + 1
         try:
             kind = self._kind(call, outputs, time)
-            # In a loop the operation comes again, and it must then be the same.
+            # In a loop the operation repeats, and must then be of the same kind.
             first_kind = self._operations.kinds.setdefault(call.key, kind)
             if first_kind != kind:
-                raise Refused(f"meets {call} in different ways")
-            # Tried at once: with copies of the expressions the result must be what it was without.
+                raise Refused(f"is used by {call} in different ways")
+            # Try at once: the result with copies of the expressions must equal the result without.
             with DtypesInUse() as used:
                 output = super()._run(call)
             if kind != "computed" and not close(expected.detach(), output.detach(), used.tolerance):
-                raise Refused(f"meets {call}, which takes no copy of it for each example")
+                raise Refused(f"is used by {call}, which does not support one copy per example")
             return output
-        except Exception as error:  # an operation fails in any way on a tensor of another shape
+        except Exception as error:  # an operation may fail in any way on a tensor of another shape
             if is_out_of_memory(error):
                 raise
-            why = f"meets {call}, which takes no copy of it for each example"
+            why = f"is used by {call}, which does not support one copy per example"
             why = str(error) if isinstance(error, Refused) else why
             self._operations.kinds[call.key] = "refused"
             self.refused |= {name: why for e in call.expressions for name in e.names}
@@ -189,60 +190,62 @@ class ClassifyOperations(Follower):
         return super()._copies(expression, M)
 
     def _kind(self, call: Call, outputs: list[Tensor], time: int) -> Any:
-        """What the operation is, see `OperationKind`: "computed", an axis, or a layer.
+        """Return the kind of the operation, see `OperationKind`: "computed", an axis, or a layer.
 
-        ``time`` is how often the same operation ran before in this forward pass.
+        ``time`` is the number of earlier runs of the same operation in this forward pass.
 
         Raises:
             Refused: it cannot be followed.
         """
         use = weight_use(call)
-        # Step 1: what has no sizes to compare, or cannot be compared.
+        # Step 1: operations without comparable sizes.
         if use is not None and not len(use.a) and self._stored(use.weight):
-            return self._layer_of(call, use, use.a.shape)  # an expert to which nothing is routed
+            return self._layer_of(call, use, use.a.shape)  # an expert without any examples
         if self.inside and not self._belongs(call) and self.inside[-1].layer not in self._once:
-            raise Refused(f"goes through layer {self.inside[-1]} once for all examples")
+            raise Refused(f"is used by layer {self.inside[-1]} once for all examples")
         one = self._shapes_of_one.get(call.key, [])
         if time >= len(one) or len(one[time]) != len(outputs):
-            raise Refused(f"meets {call} with two examples, and not with one")
+            raise Refused(f"is used by {call} with two examples, but not with one")
         shapes = [value.shape for value in outputs]
         # Step 2: the same size for two examples as for one, and no graph from a tracked layer. So
-        # no example has reached it.
+        # it does not depend on the examples.
         if shapes == one[time] and not any(value.requires_grad for value in outputs):
             if call.changes is not None and not self._expression(call.changes):
                 raise Refused(f"is written into a tensor by {call}")
             return "computed"
-        # Step 3: it has met the examples, along the axis that has twice the size.
+        # Step 3: it depends on the examples, along the axis with twice the size.
         axis = _grown_axis(one[time], shapes)
         if axis is None:
-            raise Refused(f"meets {call}, whose output has no axis of examples")
-        # A linear map has a block of its own kind, so that is asked before broadcasting.
+            raise Refused(f"is used by {call}, whose output has no axis of examples")
+        # Test for linear maps before broadcasting, because they have their own kind of block.
         if use is not None and not self._expression(use.a):
             if len(shapes[0]) + axis != 0:
-                raise Refused(f"is the weight of {call}, whose examples do not come first")
-            # A layer that is running, which has another parameter, has a rule for its own weight.
+                raise Refused(
+                    f"is the weight of {call}, whose output does not have the examples first"
+                )
+            # A running layer with another parameter has a rule for its own weight.
             if self.inside or self._stored(use.weight) is None:
                 return axis
             return self._layer_of(call, use, shapes[0])
         if str(call) in PRODUCTS:
-            raise Refused(f"meets {call} as a matrix")
+            raise Refused(f"is a matrix argument of {call}")
         # Only an axis of size one can become the axis of the copies.
         for e in call.expressions:
             if e.value.dim() >= -axis and e.value.shape[axis] != 1:
-                raise Refused(f"meets {call} with entries of its own for each example")
+                raise Refused(f"is used by {call} with several entries along the axis of examples")
         return axis
 
     def _belongs(self, call: Call) -> bool:
-        """Whether all expressions are made of parameters of the layer that is running.
+        """Return whether all expressions are made of parameters of the running layer.
 
-        So they are made for its weight, as a parametrisation does; else they are its input.
+        Then they belong to its weight, as in a parametrisation; otherwise they are its input.
         """
         modules = set(self.inside[-1].layer.modules())
         names = {name for e in call.expressions for name in e.names}
         return all(self._place(name)[0] in modules for name in names)
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
-        """The module that has a parameter, and the parameter's name there."""
+        """Return a parameter's module, and the parameter's name there."""
         prefix, _, local = name.rpartition(".")
         return self._model.get_submodule(prefix), local
 
@@ -266,13 +269,15 @@ class ClassifyOperations(Follower):
             rule = {LinearRule: TransposedLinearRule, TransposedLinearRule: LinearRule}.get(rule)
         matrix = use.weight.dim() == 2 or "kernel_size" in use.settings
         if rule is None or not matrix or use.a.dim() < 2 - rule.takes_integers:
-            raise Refused(f"is the weight of {call} in a way without a rule")
+            raise Refused(f"is the weight of {call} in a form without a rule")
         places = {local: self._place(full) for local, full in names.items()}
         if slot is not None:
-            # All matrices of a stack at once: in other batches others may be used.
+            # Add all matrices of a stack at once, because other batches may use other ones.
             E = len(getattr(*places["weight"]))
             if "bias" in names:
-                raise Refused(f"is the weight of {call} with a bias; add the bias to the result")
+                raise Refused(
+                    f"is the weight of {call}, which also has a bias. Add the bias to the result"
+                )
             layers = (FunctionalLayer(places, str(call), use.settings, e) for e in range(E))
             stack = (
                 TrackedLayer(f"{name}.{e}", layer, rule, names, FunctionalLayer,
@@ -288,7 +293,7 @@ class ClassifyOperations(Follower):
 
 
 def _grown_axis(one: list[torch.Size], two: list[torch.Size]) -> int | None:
-    """The axis, from the end, along which the output for two examples is twice that for one."""
+    """Return the axis, from the end, with twice the size for two examples; None if not unique."""
     if len(one) != 1 or len(two) != 1 or len(one[0]) != len(two[0]):
         return None
     differing = [(i, a, b) for i, (a, b) in enumerate(zip(one[0], two[0], strict=True)) if a != b]

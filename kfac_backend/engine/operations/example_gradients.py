@@ -1,4 +1,4 @@
-"""Gradients of single examples in parameters without a rule, whose blocks are diagonals."""
+"""Compute per-example gradients of parameters without a rule, whose blocks are diagonals."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from kfac_backend.engine.model_calls import (
 )
 
 ENTRIES = 2**24
-"""Of all gradients that are held at a time, at most."""
+"""Maximum number of gradient entries that are held at a time."""
 
 
 def report_gradients(
@@ -27,7 +27,7 @@ def report_gradients(
     vectors_of: Callable[[Tensor], Iterator[Tensor]],
     sink: Sink,
 ) -> None:
-    """Hand a sink the gradients of a batch in parameters without a rule.
+    """Pass a batch's gradients of parameters without a rule to a sink.
 
     ``vectors_of`` returns the vectors to propagate back from outputs (N, ..., C).
     """
@@ -52,16 +52,16 @@ def gradients_of_examples(
     entries: int = ENTRIES,
     differentiable: bool = False,
 ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-    """Slices of the examples, one after the other, and their gradients Jᵀ v (n, V, *shape) by name.
+    """Return slices of the examples with their gradients Jᵀ v (n, V, *shape) by name.
 
     Args:
         model: a model that mixes no examples.
-        names: of parameters.
+        names: names of the parameters.
         x: a batch of N examples.
         f: the model's outputs there, (N, ..., C).
         vectors: returns the vectors v of a slice of the examples, (n, V, ..., C).
         num_vectors: V.
-        entries: of the gradients of a slice, at most, but at least one example's.
+        entries: maximum number of gradient entries of a slice, which has at least one example.
         differentiable: keep the graph of the gradients with respect to the inputs.
     """
     leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
@@ -71,14 +71,14 @@ def gradients_of_examples(
     for start in range(0, N if names else 0, size):
         subset = slice(start, min(start + size, N))
         v = vectors(subset).to(f.dtype)
-        # First choice: all of the slice at once, by torch's map over examples.
+        # First choice: the whole slice at once, by torch's map over examples.
         mapped = _mapped(model, leaves, examples(x, subset), v) if maps else None
         if mapped is not None and (model.training or close(f[subset].detach(), mapped[0])):
             yield subset, mapped[1]
             continue
         maps = False
-        # Otherwise a call for each example; or one for all, of a model that takes no single ones.
-        gradients = []  # of each example and vector, in their order
+        # Otherwise one call per example, or one for all if the model takes no single examples.
+        gradients = []  # per example and vector, in order
         for n in range(subset.start, subset.stop):
             f_n = _output(model, leaves, examples(x, slice(n, n + 1))) if alone else None
             if f_n is None or not (model.training or close(f[n : n + 1].detach(), f_n)):
@@ -99,7 +99,7 @@ def gradients_of_examples(
 def _mapped(
     model: nn.Module, leaves: dict[str, Tensor], x: Any, vectors: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]] | None:
-    """Outputs and gradients of all examples; None where torch cannot map the model over them."""
+    """Return outputs and gradients of all examples, or None if torch cannot map the model."""
 
     def of_example(x_n: Any, vectors_n: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         def output(leaves: dict[str, Tensor]) -> Tensor:
@@ -111,16 +111,17 @@ def _mapped(
 
     def trial() -> tuple[Tensor, dict[str, Tensor]]:
         with warnings.catch_warnings(), forked_random_numbers(model), torch.no_grad():
-            # Some operations are mapped one by one inside.
+            # vmap runs some operations one by one inside.
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             return torch.func.vmap(of_example)(x, vectors)
 
-    mapped = try_twice(trial)  # loops that depend on values, models of whole batches
+    # Fails for loops that depend on values, and for models that need whole batches.
+    mapped = try_twice(trial)
     return None if isinstance(mapped, Exception) else mapped
 
 
 def _output(model: nn.Module, leaves: dict[str, Tensor], x: Any) -> Tensor | None:
-    """The output of some examples; None if the model does not take them alone."""
+    """Return the output of some examples, or None if the model does not support them alone."""
 
     def trial() -> Tensor:
         with torch.enable_grad(), forked_random_numbers(model):

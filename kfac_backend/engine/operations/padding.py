@@ -1,9 +1,8 @@
-"""Padding of embeddings: rows of parameters that are constants.
+"""Find embedding rows that are padding: constant rows of parameters.
 
-torch passes no gradient to the row ``padding_idx`` of an embedding's weight. Training leaves the
-row as it is, and it is no parameter: it has no curvature and no prior, and samples do not change
-it. That holds where nothing else uses the weight. An output layer that shares it uses that row,
-too.
+torch passes no gradient to the row ``padding_idx`` of an embedding's weight. Training does not
+change the row, so it is no parameter: it has no curvature and no prior, and samples do not change
+it. This holds if nothing else uses the weight. An output layer that shares it uses that row, too.
 """
 
 import inspect
@@ -25,9 +24,9 @@ LOOKUPS = (F.embedding, F.embedding_bag)
 
 
 def padding_rows(model: nn.Module, x: Any) -> dict[str, int]:
-    """Parameter name -> its row that is padding and nothing else; found by a forward pass at x.
+    """Return the row of each parameter that is only padding, from a forward pass at x.
 
-    Frozen parameters are left out. The model runs in the mode that it is in.
+    Frozen parameters are omitted. The model runs in its present mode.
     """
     x = to_device(x, next(model.parameters()).device)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -39,18 +38,18 @@ def padding_rows(model: nn.Module, x: Any) -> dict[str, int]:
 
 
 class _Uses(TorchFunctionMode):
-    """A context that records which row of some tensors is padding in each of their uses."""
+    """Context that records which row of some tensors is padding in each of their uses."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {id(value): name for name, value in values.items()}
         self.rows: dict[str, set[int | None]] = {}
-        """Name -> rows; None is that of a use without padding, or that is no lookup."""
+        """Rows by name; None for a use without padding, or for a use that is no lookup."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         names = [name for t in tensors_in((args, kwargs)) if (name := self._names.get(id(t)))]
-        if names and tensors_in(output):  # and not its shape, say
+        if names and tensors_in(output):  # not only a shape, for example
             row = padding_of(func, args, kwargs or {})
             for name in names:
                 self.rows.setdefault(name, set()).add(row)
@@ -58,15 +57,15 @@ class _Uses(TorchFunctionMode):
 
 
 class NoTangentOfPadding(TorchFunctionMode):
-    """A context in which forward-mode differentiation takes an embedding's padding as a constant.
+    """Context in which forward-mode differentiation treats an embedding's padding as constant.
 
-    As backward mode does; torch's forward mode passes the tangent of the row on.
+    This agrees with backward mode. torch's forward mode alone propagates the row's tangent.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         row = padding_of(func, args, kwargs or {})
-        if row is None or func is F.embedding_bag:  # which leaves padding out of its sums
+        if row is None or func is F.embedding_bag:  # embedding_bag leaves padding out of its sums
             return output
         tokens = _arguments(func, args, kwargs or {})["input"]
         return torch.where((tokens == row)[..., None], output.detach(), output)
@@ -75,7 +74,7 @@ class NoTangentOfPadding(TorchFunctionMode):
 def padding_of(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> int | None:
-    """The row, from 0, that is padding in a lookup; None if there is none, or for other calls."""
+    """Return the padding row of a lookup, counted from 0; None without padding or lookup."""
     if func not in LOOKUPS:
         return None
     arguments = _arguments(func, args, kwargs)

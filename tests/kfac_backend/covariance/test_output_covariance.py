@@ -105,7 +105,7 @@ def test_wrong_input_is_named():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda f: (f, f), TypeError, "returned tuple; a tensor of outputs"),
+        (lambda f: (f, f), TypeError, "returned tuple, but must return a tensor"),
         (lambda f: f[:, 0], NotImplementedError, r"returned shape \(2,\) for 2 examples"),
         (lambda f: f - f.mean(0), NotImplementedError, "rows of different examples mix"),
     ],

@@ -217,7 +217,7 @@ def test_another_loss_is_a_named_error(kind):
     ]
     for call in calls:
         own = f"{model(**two).loss.item():.6g}"  # training changes it
-        with pytest.raises(ValueError, match=f"itself, {own} .*label smoothing.*shift_labels="):
+        with pytest.raises(ValueError, match=f"labels: {own} .*label smoothing.*shift_labels="):
             call()
         call(shift_labels=kind == "causal")
 
@@ -227,7 +227,7 @@ def test_a_loss_that_does_not_tell_is_a_named_error():
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.zero_()
-    with pytest.raises(ValueError, match="both fit.*shift_labels=False if.*, True if"):
+    with pytest.raises(ValueError, match="Both fit.*shift_labels=False if.*, True if"):
         factors(model, [batch_of("causal")])
     assert factors(model, [batch_of("causal")], shift_labels=True).num_loss_terms == 10
 

@@ -181,16 +181,16 @@ def by_value(m, x):
 REFUSED = {
     "a weight, and more": (
         lambda m, x: m.head((m.fc(x) * m.fc.weight.sum()).tanh().mean(1)),
-        "is a weight, and also meets other operations",
+        "is a weight, and also used by other operations",
     ),
     "a matrix in front": (
         lambda m, x: m.head((m.fc.weight @ x.mT).tanh().mean(2)),
-        "meets .*matmul.* as a matrix",
+        "is a matrix argument of .*matmul",
     ),
-    "by value": (by_value, "is a weight, and also meets other operations"),
+    "by value": (by_value, "is a weight, and also used by other operations"),
     "sequence first": (
         lambda m, x: m.head(F.linear(x.transpose(0, 1), m.fc.weight).tanh().mean(0)),
-        "is the weight of linear, whose examples do not come first",
+        "is the weight of linear, .* not have the examples first",
     ),
 }
 
@@ -224,7 +224,7 @@ def test_a_longer_loop_and_other_operations_in_another_batch():
         head=head(),
         scale=zeros(3),
     )
-    with pytest.raises(NotImplementedError, match="'scale' meets .* as it did not in the first"):
+    with pytest.raises(NotImplementedError, match="'scale' is used by .*, unlike in the first"):
         kronecker_factors(changing, data, "classification")
 
 

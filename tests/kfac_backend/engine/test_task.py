@@ -51,7 +51,7 @@ REFUSED = {
     ),
     "meta": (lambda: network().to("meta"), X, Y, "classification", ValueError, r"meta.*to_empty"),
     "numpy": (network, X.numpy(), Y, "classification", TypeError, r"ndarray.*from_numpy"),
-    "infinite inputs": (network, SPOILT, Y, "classification", ValueError, "inputs.*clean"),
+    "infinite inputs": (network, SPOILT, Y, "classification", ValueError, "inputs.*Correct"),
     "infinite targets": (
         network, X, SPOILT[:, :3], "regression", ValueError, "targets.*Correct or remove",
     ),
@@ -75,7 +75,7 @@ REFUSED = {
     ),
     "outputs that are no tensor": (
         lambda: using(lambda m, x: {"output": m.layer(x)}),
-        X, Y, "classification", TypeError, "returned dict.*returns its logits",
+        X, Y, "classification", TypeError, "returned dict.*returns only its logits",
     ),
     "BatchNorm without running statistics": (
         lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), network()).eval(),
@@ -97,10 +97,10 @@ REFUSED = {
         lambda: using(lambda m, x: m.layer(x) * m.s, s=torch.tensor(1.0)),
         X, Y, "classification", ValueError, "'s' is 0-dimensional",
     ),
-    "no model": (lambda: "resnet18", X, Y, "classification", TypeError, "torch.nn.Module is need"),
+    "no model": (lambda: "resnet18", X, Y, "classification", TypeError, "must be a torch.nn"),
     "DataParallel": (
         lambda: nn.Sequential(nn.DataParallel(network())),
-        X, Y, "classification", TypeError, r"in DataParallel.*Pass what it holds: model.0.module",
+        X, Y, "classification", TypeError, r"in DataParallel.*wrapped module: model.0.module",
     ),
 }  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_refused_with_the_way_out(case):
     ("data", "error", "match"),
     [
         ([], ValueError, "The data is empty"),
-        ([X[0]], TypeError, r"expected \(x, y\)"),
+        ([X[0]], TypeError, r"must be \(x, y\)"),
         ([(X, Y), (X, 1)], TypeError, "the targets are int, .*both must be tensors"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_mask_of_attention_may_hold_minus_infinity():
     factors = kronecker_factors(model, [batch], "classification", dict_key_mask=None)
     expected = kronecker_factors(model.layer, [((mask == 0) * X, Y)], "classification")
     assert_close(factors.to_dense("layer.weight"), expected.to_dense("weight"))
-    with pytest.raises(ValueError, match=r"inputs.*clean"):
+    with pytest.raises(ValueError, match=r"inputs.*Correct"):
         kronecker_factors(model, [batch | {"x": mask}], "classification", dict_key_mask=None)
 
 
@@ -243,8 +243,8 @@ def test_outputs_that_are_probabilities_are_warned_of_once(case):
             curvature.factors()
 
     (said,) = warnings_of(passes)
-    assert f"Likelihood '{likelihood}' takes logits. Return these" in said
-    assert ("without the sigmoid" in said) == ("bernoulli" in likelihood)
+    assert f"Likelihood '{likelihood}' takes logits. Omit the" in said
+    assert ("Omit the sigmoid" in said) == ("bernoulli" in likelihood)
 
 
 @pytest.mark.parametrize("case", LOGITS)
@@ -345,7 +345,7 @@ def test_numbers_at_hidden_positions_would_count_and_are_refused():
             return self.fc(batch["x"]) * batch["attention_mask"][..., None]
 
     model, batch, y = PerPosition().double(), masked(), normal(6, 5, 1)
-    with pytest.raises(ValueError, match=r"counts the targets of all.*weighted\(of='regression'\)"):
+    with pytest.raises(ValueError, match=r"counts all targets.*weighted\(of='regression'\)"):
         kronecker_factors(model, [(batch, y)], "regression", kfac_approx="expand")
     weights = batch["attention_mask"].double()[..., None]
     of_weighted = [(batch, torch.cat([y, weights], -1))]
@@ -405,7 +405,7 @@ def test_convolutions_that_count_the_padding_of_sequences_are_named(mode):
         warnings.simplefilter("error")
         assert_close(A(nn.Linear(4, 2), 5), A(nn.Linear(4, 2), 0))
     words = (
-        r"fit the inputs of 'layer' \(Conv1d\).*Of convolutions all count.*nn.Linear on \(N, R, d\)"
+        r"the inputs of 'layer' \(Conv1d\).*In convolutions all.*count.*nn.Linear on \(N, R, d\)"
     )
     with pytest.warns(UserWarning, match=words):
         wider = A(nn.Conv1d(4, 2, 1), 5)

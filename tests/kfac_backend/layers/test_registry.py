@@ -147,7 +147,7 @@ def test_a_wrong_rule_is_found_out(wrong):
     register_rule(Turned)(Wrong)
     model = with_head(Turned(4, 4))
     x, y = DATA
-    with pytest.raises(NotImplementedError, match="'layer' .*and the rule for it"):
+    with pytest.raises(NotImplementedError, match="'layer' .*something other than its class"):
         kronecker_factors(model, [(x[..., :4], y)], "classification")
 
 

@@ -200,7 +200,7 @@ def test_labelled_inputs_are_not_chosen(joint):
         assert sorted([*after.index.tolist(), *before.index.tolist()]) == list(range(M))
         assert after.scores[mask].isnan().all()
         assert_close(after.scores[~mask], before.scores[~mask])
-    with pytest.raises(ValueError, match=f"number={M - 4}, but the pool has {M - 5} unlabelled"):
+    with pytest.raises(ValueError, match=f"number={M - 4} is too .* {M - 5} unlabelled"):
         acquire(fitted, x, M - 4, labelled=mask, joint=joint)
     for wrong in ([M], [-1], mask[1:]):
         with pytest.raises(ValueError, match="must be a mask"):
@@ -224,7 +224,7 @@ def test_pools_and_sources():
     with torch.no_grad():
         twin[2].weight.mul_(-1)
     assert acquire(ensemble, x, 1).scores.max() > 0.01
-    with pytest.raises(ValueError, match="pass the posterior"):
+    with pytest.raises(ValueError, match="Pass the posterior"):
         acquire(ensemble, x, 2, joint=True)
     with pytest.raises(ValueError, match="'margin' is for classes"):
         acquire(posterior("bernoulli", 1)[0], x, 1, "margin")

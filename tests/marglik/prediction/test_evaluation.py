@@ -51,9 +51,7 @@ def test_batches_of_unequal_size_become_one_prediction():
     by_key, targets = predict_all(predict, batches, dict_key_y="target")
     assert_close(by_key.mean[order], found.mean)
     assert torch.equal(targets, y)
-    with pytest.raises(
-        KeyError, match="no 'labels'; pass those that it has.*dict_key_y is 'labels'"
-    ):
+    with pytest.raises(KeyError, match="no 'labels', but dict_key_y is 'labels'.*Its keys are"):
         predict_all(predict, batches)
 
 

@@ -35,5 +35,5 @@ def test_rows_are_those_of_the_function(target, likelihood, options, tmp_path, c
     pandas.testing.assert_frame_equal(written[list(pool.columns)], chosen)
     assert "Pass --overwrite" in refusal(capsys, *arguments, "-n", "3")
     few = refusal(capsys, *arguments, "-n", "6", "--overwrite")
-    assert "number=6, but the pool has 5 unlabelled inputs" in few
+    assert "number=6 is too large: the pool has 5 unlabelled inputs" in few
     assert pandas.read_csv(tmp_path / "out.csv").equals(written)

@@ -109,7 +109,7 @@ class Malicious:
     ("name", "save", "message"),
     [
         ("net.pt", torch.save, "cannot be read as a file of tensors"),
-        ("net.safetensors", pickle.dump, "is not a whole file of weights"),
+        ("net.safetensors", pickle.dump, "is not an intact file of weights"),
     ],
 )
 def test_checkpoints_run_no_code(name, save, message, tmp_path, monkeypatch, capsys):

@@ -117,7 +117,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(worlds, whole, tmp_pa
     given = arguments(tmp_path / "run")
     ((_, status, _, said),) = worlds.all(1, f"{HERE}:at_write", writes // 2, errno.ENOSPC, given)
     assert status == 2 and os.strerror(errno.ENOSPC) in said.splitlines()[-1]
-    assert "bytes are wanted" in said and "The same command with --resume" in said
+    assert "it needs " in said and "The same command with --resume" in said
     resumed(worlds, tmp_path / "run", folder)
 
 
