@@ -1,4 +1,4 @@
-"""One file per kind of layer: from inputs and output gradients to Gram matrices.
+"""Compute Gram matrices from inputs and output gradients, with one file per kind of layer.
 
 A pass finds a layer's rule in the registry.
 """

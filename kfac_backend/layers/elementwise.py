@@ -1,4 +1,4 @@
-"""Elementwise affine layers, y = w ∘ z(x) + bias: the exact GGN block of each tensor, in any mode.
+"""Rules of elementwise affine layers, y = w ∘ z(x) + bias: the exact GGN block in any mode.
 
 An example's gradient is Σ_r z_r ∘ b_r for the weight and Σ_r b_r for the bias. A block is the Gram
 matrix of these gradients, or its diagonal for a large tensor (`gram.LARGEST_DENSE`).
@@ -20,10 +20,10 @@ from kfac_backend.precision import at_least_float32
 
 
 class Bias(nn.Module):
-    """Adds one learned scalar to every entry of its input.
+    """Layer that adds one learned scalar to every entry of its input.
 
-    Source: Zhang, Dauphin & Ma 2019, "Fixup Initialization", rule 3. Shape (1,) and not (), since
-    laplace-torch rejects 0-dimensional parameters.
+    Source: Zhang, Dauphin & Ma 2019, "Fixup Initialization", rule 3. The shape is (1,) and not (),
+    because laplace-torch rejects 0-dimensional parameters.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Bias(nn.Module):
 
 
 class Scale(nn.Module):
-    """Multiplies every entry of its input by one learned scalar.
+    """Layer that multiplies every entry of its input by one learned scalar.
 
     Source: Zhang, Dauphin & Ma 2019, "Fixup Initialization", rule 3.
     """
@@ -51,73 +51,74 @@ class Scale(nn.Module):
 
 
 class ExactRule(Rule):
-    """A rule that computes each example's gradient (or each row's): its blocks are exact."""
+    """Base class of rules that compute each example's (or row's) gradient, so blocks are exact."""
 
     needs_examples = True
 
     def make_sums(self) -> None:
-        """One sum for each parameter; there is no input factor."""
+        """Create one sum for each parameter; there is no input factor."""
         self.B = {name: FactorSum(gram_of_gradients(self.parameter(name))) for name in self.names}
 
     def parameter(self, name: str) -> Tensor:
-        """The parameter of that name."""
+        """Return the parameter of that name."""
         return getattr(self.layer, name)
 
     @abstractmethod
     def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
-        """The gradients (M, P) in each of the parameters ``names``, from output gradients b.
+        """Return the gradients (M, P) of the parameters ``names``, from output gradients b.
 
-        In a scalar they may come as terms of a sum, (M, c).
+        A scalar's gradient may be returned as terms of a sum, (M, c).
         """
 
     def add_gradient(self, use: Use, b: Tensor) -> None:
         """Add the examples' gradients."""
         for name, gradients in self.gradients(use, b).items():
-            # An example's gradient is the sum over its rows. It comes before the outer product,
-            # which would lose the products of different rows.
+            # An example's gradient is the sum over its rows. Sum before the outer product, which
+            # would otherwise lose the products of different rows.
             if use.rows is not None:
                 gradients = use.rows.sums(gradients)
             self.B[name].add(unshared_copy(gradients, b)[None])
 
     def position_gradients(self, use: Use, b: Tensor) -> Tensor:
-        """The gradients of all parameters, concatenated, as those of one position (M, 1, P)."""
+        """Return the gradients of all parameters, concatenated, as one position (M, 1, P)."""
         gradients = self.gradients(use, b)
         rows = [self.B[name].gram.entries(gradients[name][None])[0] for name in self.names]
         return torch.cat(rows, -1)[:, None]
 
     def example_gradients(self, a: Tensor, b: Tensor) -> dict[str, ExampleGradients]:
-        """The gradients (N, 1, C, P) themselves."""
+        """Return the gradients (N, 1, C, P) themselves."""
         sizes = [self.parameter(name).numel() for name in self.names]
         parts = zip(self.names, b.split(sizes, -1), strict=True)
         return {name: ExampleGradients(part[None]) for name, part in parts}
 
 
 class ChannelsRule(ExactRule):
-    """A layer that multiplies z(x) by a weight and adds a bias, separately for each channel.
+    """Rule of layers with y = w ∘ z(x) + bias, separately for each channel.
 
-    It serves BatchNorm, GroupNorm, InstanceNorm and PReLU; derived rules have other axes.
+    It supports BatchNorm, GroupNorm, InstanceNorm and PReLU. Derived rules have other axes.
     """
 
     parameter_names = frozenset({"weight", "bias"})
     needs_input = True
 
     multiplier: ClassVar[str] = "weight"
-    """The name of the parameter that multiplies."""
+    """Name of the parameter that multiplies."""
 
     def normalised(self, a: Tensor) -> Tensor:
-        """What the weight multiplies, z(x), in the shape of the output."""
+        """Return z(x), the factor of the weight, in the shape of the output."""
         return _normalised(self.layer, a)
 
     def own_axes(self, dimensions: int) -> range:
-        """The axes along which there are separate parameters; the others but the first share them.
+        """Return the axes with separate parameters; all others except the first share them.
 
-        By default the second, which is that of the channels, or none if they have one parameter.
+        By default this is the channel axis, the second, or none if the channels share one
+        parameter.
         """
         alone = self.parameter(next(iter(self.names))).numel() == 1
         return range(dimensions, dimensions) if alone else range(1, 2)
 
     def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
-        """Sums over the shared axes of b ∘ z and of b."""
+        """Return sums of b ∘ z and of b over the shared axes."""
         feature_axes, rows = self.own_axes(b.dim()), 1 if use.rows is None else len(use.rows.axes)
         if rows > self.own_axes(b.dim() + rows - 1).start:
             raise NotImplementedError(
@@ -125,7 +126,8 @@ class ChannelsRule(ExactRule):
                 "are rows in examples_of_rows or counted_positions. Call the layer outside of "
                 "this context, or flatten the rows to one axis."
             )
-        # ∂f/∂w = Σ z ∘ b and ∂f/∂bias = Σ b, over all axes but the first that share the parameter.
+        # ∂f/∂w = Σ z ∘ b and ∂f/∂bias = Σ b, over all axes except the first that share the
+        # parameter.
         axes = [axis for axis in range(1, b.dim()) if axis not in feature_axes]
         gradients = {}
         if self.multiplier in self.names:
@@ -134,7 +136,7 @@ class ChannelsRule(ExactRule):
                 _rows(sum_over(b_z * z, axes)) if len(feature_axes) else _inner_products(z, b_z)
             )
         if "bias" in self.names:
-            # A scalar's sum is left at the features, whose sums the layer in front may need, too.
+            # Keep a scalar's sum by features, because the layer in front may need these sums, too.
             if not len(feature_axes) and b.dim() > 2:
                 axes = [1] if b.dim() == 3 else axes[1:]
             gradients["bias"] = _rows(sum_over(b, axes))
@@ -142,21 +144,21 @@ class ChannelsRule(ExactRule):
 
 
 class LastAxesRule(ChannelsRule):
-    """LayerNorm and RMSNorm: the last axes have parameters, which the axes before them share."""
+    """Rule of LayerNorm and RMSNorm: the last axes have parameters, which the others share."""
 
     def own_axes(self, dimensions: int) -> range:
-        """The normalised axes, which are the last."""
+        """Return the normalised axes, which are the last."""
         return range(dimensions - len(self.layer.normalized_shape), dimensions)
 
 
 class ChannelsFirstRule(LastAxesRule):
-    """Derived layers that normalise the second axis of (N, C, ...), as those of ConvNeXt do."""
+    """Rule of derived layers that normalise the second axis of (N, C, ...), as in ConvNeXt."""
 
     features = 1
     own_axes = ChannelsRule.own_axes
 
     def normalised(self, a: Tensor) -> Tensor:
-        """The input normalised over the second axis."""
+        """Return the input normalised over the second axis."""
         return super().normalised(a.movedim(1, -1)).movedim(-1, 1)
 
 
@@ -164,21 +166,21 @@ LastAxesRule.alternatives = (ChannelsFirstRule,)
 
 
 class BiasRule(ChannelsRule):
-    """`layers.Bias`, x + θ: the derivative is the sum of the output's gradient."""
+    """Rule of `layers.Bias`, x + θ: the derivative is the sum of the output's gradient."""
 
     parameter_names = frozenset({"bias"})
     needs_input = False
 
 
 class ScaleRule(ChannelsRule):
-    """`layers.Scale`, θ·x: the derivative is the inner product of input and output gradient."""
+    """Rule of `layers.Scale`, θ·x: the derivative is the inner product of input and gradient."""
 
     parameter_names = frozenset({"scale"})
     multiplier = "scale"
 
 
 def _normalised(layer: nn.Module, a: Tensor) -> Tensor:
-    """The input z that a layer's weight multiplies: a norm's output without weight and bias."""
+    """Return the factor z of a layer's weight: a norm's output without weight and bias."""
     match layer:
         case nn.LayerNorm():
             return F.layer_norm(a, layer.normalized_shape, eps=layer.eps)
@@ -195,7 +197,7 @@ def _normalised(layer: nn.Module, a: Tensor) -> Tensor:
                 a, mean, variance, use_input_stats=batch_statistics, eps=layer.eps
             )
         case _BatchNorm():
-            # In train mode, which only the optimiser takes, the batch's statistics normalise.
+            # In train mode, which only the optimiser uses, the batch's statistics normalise.
             if layer.training:
                 return F.batch_norm(a, None, None, training=True, eps=layer.eps)
             return F.batch_norm(a, layer.running_mean, layer.running_var, eps=layer.eps)
@@ -207,11 +209,11 @@ def _normalised(layer: nn.Module, a: Tensor) -> Tensor:
 
 
 class OwnParameter(nn.Module):
-    """One parameter of a module as a layer, declared by `register_parameters` or followed.
+    """One parameter of a module as a layer. It was registered or is followed.
 
-    It is never run. Its rule receives gradients in the copies of the parameter.
+    The layer never runs. Its rule receives gradients of the copies of the parameter.
 
-    ``view`` is the shape, beginning with 1, as which it is broadcast.
+    ``view`` is the broadcast shape, beginning with 1.
     """
 
     def __init__(self, module: nn.Module, name: str, view: tuple[int, ...]) -> None:
@@ -221,7 +223,7 @@ class OwnParameter(nn.Module):
 
     @property
     def holder(self) -> nn.Module:
-        """The module that has the parameter."""
+        """Module that has the parameter."""
         return self._module[0]
 
     @property
@@ -230,41 +232,41 @@ class OwnParameter(nn.Module):
         return getattr(self.holder, self.name)
 
     def copies(self, value: Tensor, N: int) -> Tensor:
-        """A copy (N, ...) for each example, expanded without taking more memory."""
+        """Return a copy (N, ...) for each example, expanded without further memory."""
         one = value.reshape(self.view)
         return one.expand(N, *one.shape[1:])
 
     def extra_repr(self) -> str:
-        """The module's class and the parameter's name."""
+        """Return the module's class and the parameter's name."""
         return f"{type(self.holder).__name__}.{self.name}"
 
 
 class OwnParameterRule(ExactRule):
-    """The exact block of an `OwnParameter`."""
+    """Rule with the exact block of an `OwnParameter`."""
 
     def parameter(self, name: str) -> Tensor:
-        """The parameter."""
+        """Return the parameter."""
         return self.layer.value
 
     def gradients(self, use: Use, b: Tensor) -> dict[str, Tensor]:
-        """Each example's gradient, which is the one in its copy (N, P)."""
+        """Return each example's gradient, the gradient of its copy (N, P)."""
         (name,) = self.names
         return {name: at_least_float32(b).flatten(1)}
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(M, ...) as rows (M, P)."""
+    """Return (M, ...) as rows (M, P)."""
     return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
 def _inner_products(a: Float[Tensor, "N ..."], b: Float[Tensor, "N ..."]) -> Float[Tensor, "N c"]:
-    """The terms of a_n · b_n, with half the memory traffic of (a * b).sum().
+    """Return terms of a_n · b_n, with half the memory traffic of (a * b).sum().
 
-    They are the diagonal of a c×c product of a and b, each cut into c pieces.
+    The terms are the diagonal of a c×c product of a and b, each cut into c pieces.
     """
     if a.dim() == 1:
         return (a * b)[:, None]
-    if not a.is_contiguous():  # channels last: both in the order in memory
+    if not a.is_contiguous():  # channels last: read both in the order of memory
         a, b = a.movedim(1, -1), b.movedim(1, -1)
     a, b = a.flatten(1), b.flatten(1)
     c = next(c for c in (4, 2, 1) if a.shape[-1] % c == 0)

@@ -1,4 +1,4 @@
-"""Embeddings: a linear layer of one-hot inputs, whose Gram matrix counts tokens."""
+"""Rule of embeddings: a linear layer of one-hot inputs, whose Gram matrix counts tokens."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ from kfac_backend.layers.rule import Use
 from kfac_backend.layers.weight_sharing import WeightSharingRule
 
 LARGEST_VOCABULARY = 8192
-"""Largest vocabulary for which reduce sums up the tokens' dense Gram matrix."""
+"""Largest vocabulary for which reduce computes the tokens' dense Gram matrix."""
 
 
 class EmbeddingRule(WeightSharingRule):
-    """nn.Embedding on integers (N, ...): each token of an example is a position.
+    """Rule of nn.Embedding on integers (N, ...): each token of an example is a position.
 
-    The weight (V, d) is stored inputs first, so its block is A ⊗ B. In expand mode A is diagonal,
-    with the tokens' counts; in reduce mode it is dense. Tokens equal to ``padding_idx`` do not
-    count.
+    The weight (V, d) is stored as (d_in, d_out), so its block is A ⊗ B. In expand mode A is
+    diagonal, with the tokens' counts. In reduce mode it is dense. Tokens equal to ``padding_idx``
+    do not count.
     """
 
     parameter_names = frozenset({"weight"})
@@ -29,7 +29,7 @@ class EmbeddingRule(WeightSharingRule):
     needs_input = True
 
     def make_sums(self) -> None:
-        """A and B, unless A would be a large dense matrix."""
+        """Create A and B, unless A would be a large dense matrix."""
         self._dtype = torch.promote_types(self.layer.weight.dtype, torch.float32)
         super().make_sums()
         tokens = self.layer.num_embeddings
@@ -51,29 +51,30 @@ class EmbeddingRule(WeightSharingRule):
             )
 
     def gram(self, of_rows: bool) -> Gram:
-        """Over tokens, in expand mode, their counts; else a dense matrix, or its diagonal."""
-        # Σ of one-hot outer products is a diagonal; that of examples' mean one-hot vectors is not.
+        """Return an empty factor: token counts in expand mode, otherwise dense or a diagonal."""
+        # A sum of one-hot outer products is diagonal, unlike a sum over examples' mean one-hot
+        # vectors.
         if of_rows and self.mode == "expand":
             return CountGram(self.layer.weight, self.layer.num_embeddings)
         return super().gram(of_rows)
 
     def inputs(self, a: Tensor) -> Tensor:
-        """(N, ...) one-hot as (1, N, R, V), zero for padding."""
+        """Return (N, ...) one-hot as (1, N, R, V), with zeros for padding."""
         one_hot = F.one_hot(_tokens(a), self.layer.num_embeddings).to(self._dtype)
         if self.layer.padding_idx is not None:
             one_hot[..., self.layer.padding_idx] = 0
         return one_hot[None]
 
     def input_sums(self, a: Tensor) -> tuple[Tensor, int]:
-        """How often each token comes in each example (1, N, V), and R."""
+        """Return the count of each token in each example (1, N, V), and R."""
         tokens = _tokens(a)
-        # Sums of one-hot rows, without these rows: a token adds one to its own entry.
+        # Sum one-hot rows without making them: a token adds one to its own entry.
         counts = torch.zeros(len(a), self.layer.num_embeddings, device=a.device, dtype=self._dtype)
         counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=self._dtype))
         return counts[None], tokens.shape[1]
 
     def add_input_rows(self, a: Tensor) -> int:
-        """Count the tokens; returns R."""
+        """Count the tokens; return R."""
         self.A["weight"].gram.add(a)
         return a[0].numel() if len(a) else 1
 
@@ -87,14 +88,14 @@ class EmbeddingRule(WeightSharingRule):
         super().add_gradient(without, b if without is use else b.flatten(0, -2))
 
     def _without_padding(self, use: Use) -> Use:
-        """The use with each position as a row of its own, of no example if it is padding.
+        """Return the use with a row per position, where padding belongs to no example.
 
-        Without ``padding_idx`` the use is returned as it is.
+        Without ``padding_idx`` the use is returned unchanged.
         """
         padding = self.layer.padding_idx
         if padding is None:
             return use
-        # Reduce divides by the positions that count, which differ from example to example.
+        # Reduce divides by the number of positions that count, which differs between examples.
         positions = _tokens(use.a)
         if use.rows is None:
             N, index = len(use.a), torch.arange(len(use.a), device=use.a.device)
@@ -106,5 +107,5 @@ class EmbeddingRule(WeightSharingRule):
 
 
 def _tokens(a: Tensor) -> Tensor:
-    """(N, ...) as int64 (N, R)."""
+    """Return (N, ...) as int64 (N, R)."""
     return (a.flatten(1) if a.dim() > 1 else a[:, None]).long()

@@ -1,9 +1,9 @@
-"""Gram matrices Σ x xᵀ of rows that are added batch by batch, in place.
+"""Sum Gram matrices Σ x xᵀ of rows batch by batch, in place.
 
-A block's factor is dense, a diagonal, or counts of tokens. Each kind has its own `Gram` with the
-same two methods. Those of convolutions' patches are in `patch_gram`. A `FactorSum` holds the Gram
-matrix of one factor, and the examples' sums that must wait for other uses of the parameter. What
-comes of it is a `Factor`: a matrix, or the rows if they are few.
+A block's factor is a dense matrix, a diagonal, or counts of tokens. Each kind has its own `Gram`
+with the same two methods. `patch_gram` computes those of patches of convolutions. A `FactorSum`
+holds the Gram matrix of one factor, and examples' sums that wait for other uses of the parameter.
+The result is a `Factor`: a matrix, or its rows if they are few.
 """
 
 import math
@@ -20,42 +20,45 @@ from kfac_backend.layers.window import Window, patches
 from kfac_backend.precision import at_least_float32
 
 FEWEST_PRODUCTS = 4
-"""A d×d Gram matrix is updated once d / 4 rows have come, which take a quarter of its memory."""
+"""A d×d Gram matrix is updated after d / 4 rows, which take a quarter of its memory."""
 
 FEW_ROWS = 2
-"""A d×d Gram matrix of at most d / 2 rows in all is known by these rows, see `Factor`."""
+"""A d×d Gram matrix of at most d / 2 rows in total is stored as these rows, see `Factor`."""
 
 MANY_ROWS = 512
-"""Rows that make a product of their own, also if more may come in the same part of a batch."""
+"""Number of rows with a separate product, even if more may come in the same part of a batch."""
 
 LARGEST_DENSE = 1024
-"""Entries of an elementwise parameter up to which its block is dense; above, it is a diagonal."""
+"""Maximum number of entries of an elementwise parameter with a dense block. Larger ones have a
+diagonal."""
 
 STRIP = 64
-"""Rows of a strip of a Gram matrix, at least, except of the last one."""
+"""Minimum number of rows of a strip of a Gram matrix, except for the last strip."""
 
 MIRRORED = 256
-"""Rows that are mirrored at once. Fewer are not faster, and each takes four operations."""
+"""Number of rows that are mirrored at once. Fewer are not faster, and each takes four
+operations."""
 
 SMALL_PRODUCT = 2**24
-"""Multiplications of a strip, a third of a millisecond, at least: fewer are not worth a call."""
+"""Minimum number of multiplications of a strip, a third of a millisecond. Fewer are not worth a
+call."""
 
 LARGEST_SQUARE = 2**19
-"""Entries that `DiagonalGram` squares at once."""
+"""Number of entries that `DiagonalGram` squares at once."""
 
 
 class Factor:
-    """A block's B or A: a symmetric positive semi-definite matrix, or the few rows that made it.
+    """B or A of a block: a symmetric positive semi-definite matrix, or the few rows that made it.
 
-    Rows x_m with the matrix Σ_m x_m x_mᵀ take less memory than it, and their M×M inner products
-    have its eigenvalues, apart from zeros. Factors that are scaled, added or moved keep their rows,
-    as long as there are at most d / 2 of them. The matrix is computed when it is first asked for;
-    once it was changed in place, the rows no longer count. Blocks that share a factor, as those do
-    of a weight and its bias, share the object, so that it is computed and decomposed once.
+    Rows x_m with the matrix Σ_m x_m x_mᵀ take less memory, and their M×M inner products have the
+    same eigenvalues, apart from zeros. Factors keep their rows when they are scaled, added or
+    moved, if there are at most d / 2 rows. The matrix is computed on first access. After an
+    in-place change of the matrix the rows are ignored. Blocks that share a factor, such as those of
+    a weight and its bias, share the object, so it is computed and decomposed once.
 
     Args:
         matrix: (*G, d, d).
-        rows: (*G, M, d), in the place of the matrix.
+        rows: (*G, M, d), instead of the matrix.
     """
 
     def __init__(self, matrix: Tensor | None = None, rows: Tensor | None = None) -> None:
@@ -65,45 +68,45 @@ class Factor:
         stored = rows if matrix is None else matrix
         assert stored is not None
         self.shape = stored.shape
-        """That of the matrix, (*G, d, d)."""
+        """Shape of the matrix, (*G, d, d)."""
         if matrix is None:
             self.shape = torch.Size((*stored.shape[:-2], *stored.shape[-1:] * 2))
         self.cost = self.shape[:-2].numel() * self.shape[-1] ** 3
-        """The cost of decomposing it, up to a constant: G d³ for G groups."""
+        """Cost of its decomposition up to a constant: G d³ for G groups."""
         self.dtype, self.device = stored.dtype, stored.device
         self.is_meta = stored.is_meta
-        """Whether another rank keeps its values."""
+        """Whether another rank stores its values."""
 
     @property
     def matrix(self) -> Float[Tensor, "*G d d"]:
         """The matrix itself."""
         if self._matrix is None:
             assert self._rows is not None
-            # Half precision is for what is stored; no Gram matrix is summed in it.
+            # Half precision is only for storage; no Gram matrix is summed in it.
             matrix = gram_matrix(at_least_float32(self._rows)).to(self._rows.dtype)
             self._matrix, self._first_version = matrix, version_of(matrix)
         return self._matrix
 
     @property
     def rows(self) -> Float[Tensor, "*G M d"] | None:
-        """The rows, if they are few and the matrix is still theirs."""
+        """The rows, if they are few and the matrix was not changed."""
         return None if self._rows is None or self.version else self._rows
 
     @property
     def entries(self) -> Tensor:
-        """The rows if they are known, otherwise the matrix: all that the factor depends on."""
+        """The rows if they are known, otherwise the matrix: all data of the factor."""
         rows = self.rows
         return self.matrix if rows is None else rows
 
     @property
     def version(self) -> int:
-        """Another number after the matrix was changed in place, by torch's counter; 0 before."""
+        """Torch's count of in-place changes of the matrix; 0 before the matrix is computed."""
         matrix = self._matrix
         return 0 if matrix is None else version_of(matrix) - self._first_version
 
     @property
     def eigenvalues(self) -> tuple[Tensor, Tensor] | None:
-        """Its eigenvalues and how many were clipped, once set; None after a change in place."""
+        """Its eigenvalues and number of clipped ones, once set; None after a change in place."""
         if self._eigenvalues is None or self._eigenvalues[0] != self.version:
             return None
         return self._eigenvalues[1]
@@ -113,17 +116,17 @@ class Factor:
         self._eigenvalues = self.version, values
 
     def clone(self) -> "Factor":
-        """A copy, in memory of its own."""
+        """Return a copy in separate memory."""
         return self._with(self.entries.clone())
 
     def scale(self, weight: Tensor | float) -> "Factor":
-        """The factor times a weight ≥ 0, one for all groups or (G, 1, 1)."""
+        """Return the factor times a weight ≥ 0, one for all groups or (G, 1, 1)."""
         if self.rows is None:
             return Factor(self.matrix * weight)
         return Factor(rows=self.rows * weight**0.5)
 
     def add(self, other: "Factor") -> "Factor":
-        """The sum of two factors, of the rows of both while these are few."""
+        """Return the sum of two factors, as the rows of both if these are few."""
         mine, others = self.rows, other.rows
         if mine is not None and others is not None:
             if (mine.shape[-2] + others.shape[-2]) * FEW_ROWS <= mine.shape[-1]:
@@ -131,9 +134,9 @@ class Factor:
         return Factor(self.matrix + other.matrix)
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> "Factor":
-        """The factor on another device or in another dtype."""
-        # Another rank's has no values to move, but its eigenvalues came from its owner, who may not
-        # be there to be asked again.
+        """Return the factor on another device or in another dtype."""
+        # Another rank's factor has no values to move. Its eigenvalues came from its owner, which
+        # may not be available again.
         entries = self.entries
         moved = entries.to(None if entries.is_meta else device, dtype)
         if moved is entries and not entries.is_meta:
@@ -145,28 +148,28 @@ class Factor:
         return result
 
     def empty(self, device: torch.device | str, num_rows: int | None) -> "Factor":
-        """A factor of its shape, of rows or a matrix, whose entries have yet to be filled in."""
+        """Return a factor of this shape, of rows or a matrix, with uninitialised entries."""
         *G, d, _ = self.shape
         entries = torch.empty(*G, num_rows or d, d, dtype=self.dtype, device=device)
         return Factor(entries) if num_rows is None else Factor(rows=entries)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For copies, whose tensors' counters begin anew."""
+        """Support copies, whose tensors have new counters of changes."""
         rows = self.rows
         return Factor, (self.matrix,) if rows is None else (None, rows)
 
     def summand(
         self, of_ranks: Sequence[Optional["Factor"]], rank: int, device: torch.device
     ) -> "Factor":
-        """A factor whose entries, summed over ranks, are those of the sum of all ranks' factors.
+        """Return a factor whose entries, summed over ranks, give the sum of all ranks' factors.
 
-        If the rows of all ranks are few, they stand one below the other, each rank's among zeros.
+        If the rows of all ranks are few, they are stacked, with zeros for the rows of other ranks.
 
         Args:
-            of_ranks: each rank's factor, on the meta device; None without data, where this one
-                has no values either.
-            rank: this one.
-            device: of the result.
+            of_ranks: each rank's factor, on the meta device. It is None for a rank without data. If
+                this rank has none, its own factor has no values either.
+            rank: number of this rank.
+            device: device of the result.
         """
         rows = [None if F is None else F.rows for F in of_ranks]
         counts = [0 if x is None else x.shape[-2] for x in rows]
@@ -183,14 +186,14 @@ class Factor:
         return Factor(rows=placed)
 
     def divide_(self, number: int) -> "Factor":
-        """The factor divided by a number > 0: a matrix in place, without a second one's memory."""
+        """Divide the factor by a number > 0: a matrix in place, to save the memory of a copy."""
         if self.rows is None:
             return Factor(self.matrix.div_(number))
         return Factor(rows=self.rows / number**0.5)
 
     @classmethod
     def concatenated(cls, factors: Sequence["Factor"]) -> "Factor":
-        """The groups (G, d, d) of all factors, as rows if these are equally many."""
+        """Return the groups (G, d, d) of all factors, as rows if their numbers are equal."""
         numbers = {None if F.rows is None else F.rows.shape[-2] for F in factors}
         are_rows = len(numbers) == 1 and None not in numbers
         of_all = [F.entries if are_rows else F.matrix for F in factors]
@@ -198,21 +201,22 @@ class Factor:
         return cls(rows=groups) if are_rows else cls(groups)
 
     def _with(self, entries: Tensor) -> "Factor":
-        """Of other rows, if it has rows, or another matrix."""
+        """Return a factor of other rows, if it has rows, or of another matrix."""
         return Factor(entries) if self.rows is None else Factor(rows=entries)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Torch's count of changes in place."""
-    # Tensors of inference mode, which have no counter, cannot change outside of it.
+    """Return torch's count of in-place changes."""
+    # Inference tensors have no counter, and cannot change outside of inference mode.
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Gram(ABC):
-    """A Gram matrix that is being summed up, for each of G groups; no memory before the first rows.
+    """Running sum of a Gram matrix for each of G groups, without memory before the first rows.
 
     Args:
-        like: a tensor on its device, whose dtype it has, or float32 if that is more precise.
+        like: a tensor on the same device. The sum has its dtype, or float32 if that is more
+            precise.
         groups: G.
         size: d.
     """
@@ -220,11 +224,11 @@ class Gram(ABC):
     def __init__(self, like: Tensor, groups: int, size: int) -> None:
         self.groups, self.size = groups, size
         dtype = torch.promote_types(like.dtype, torch.float32)
-        # Not like.new_empty, which of a sharded weight would be sharded, too.
+        # Not like.new_empty, which would be sharded for a sharded weight.
         self.like = torch.empty(0, dtype=dtype, device=like.device)
-        """An empty tensor of its dtype, on its device."""
+        """Empty tensor of its dtype, on its device."""
         self.nbytes = groups * size**2 * dtype.itemsize
-        """The memory that the sum takes."""
+        """Memory of the sum in bytes."""
 
     @abstractmethod
     def add(self, rows: Tensor, fresh: bool = False) -> None:
@@ -232,47 +236,46 @@ class Gram(ABC):
 
         Args:
             rows: the rows.
-            fresh: whether nobody will change them, so that they may wait without a copy.
+            fresh: whether nothing else will change them, so that they may wait without a copy.
         """
 
     def entries(self, rows: Tensor) -> Tensor:
-        """The rows (G, M, d), of what `add` takes."""
+        """Return the rows (G, M, d) of an argument of `add`."""
         return rows
 
     def add_images(self, image: Float[Tensor, "N C *sizes"], *axes: Window) -> None:
-        """Add all patches of a batch of images, whose axes the kernel meets as ``axes`` say."""
+        """Add all patches of a batch of images, with the kernel's windows ``axes``."""
         self.add(patches(image, self.groups, *axes).flatten(1, 2))
 
     @abstractmethod
     def total(self) -> Float[Tensor, "G d d"]:
-        """The sum so far; zeros before the first rows."""
+        """Return the sum so far; zeros before the first rows."""
 
     def factor(self) -> Factor:
-        """The sum so far as a factor, (d, d) of one group; what is added later may change it."""
+        """Return the sum so far as a factor, (d, d) for one group; later sums may change it."""
         total = self.total()
         return Factor(total if self.groups > 1 else total[0])
 
     def zeros(self) -> Float[Tensor, "G d d"]:
-        """The sum of no rows."""
+        """Return the sum of no rows."""
         return self.like.new_zeros(self.groups, self.size, self.size)
 
 
 class DenseGram(Gram):
-    """Σ_m x_m x_mᵀ per group over all rows x_m that were added, in place: (G, d, d)."""
+    """Sum Σ_m x_m x_mᵀ per group over all rows x_m, in place: (G, d, d)."""
 
     _total: Tensor | None = None
     _waiting: tuple[Tensor, ...] = ()
     _num_waiting = 0
 
     def add(self, rows: Float[Tensor, "G M d"], fresh: bool = False) -> None:
-        """Add the rows' Gram matrices, in float32 at least."""
+        """Add the rows' Gram matrices, at least in float32."""
         rows = at_least_float32(rows)
         M, d = rows.shape[1:]
-        # Few rows wait until there are more: a product reads and writes d² entries for one row as
-        # well as for many.
-        # Fresh rows are sums over positions, of which each vector of a part brings some more.
+        # Few rows wait until there are more, because a product reads and writes d² entries for any
+        # number of rows. Fresh rows are sums over positions, and each vector adds some more.
         is_product = M * FEWEST_PRODUCTS > d and not (fresh and M < MANY_ROWS)
-        # So few rows in all wait until the end, see `factor`.
+        # If there are so few rows in total, they wait until the end, see `factor`.
         are_few = self._total is None and (self._num_waiting + M) * FEW_ROWS <= self.size
         if is_product and not are_few:
             self._add(rows)
@@ -283,7 +286,7 @@ class DenseGram(Gram):
             self._add_waiting()
 
     def total(self) -> Float[Tensor, "G d d"]:
-        """The sum so far."""
+        """Return the sum so far."""
         if self._waiting:
             self._add_waiting()
         if self._total is None:
@@ -292,7 +295,7 @@ class DenseGram(Gram):
         return self._total
 
     def factor(self) -> Factor:
-        """The sum so far: its rows, if all of them still wait and are few."""
+        """Return the sum so far, as its rows if they are few and all of them still wait."""
         if self._total is not None or self._num_waiting * FEW_ROWS > self.size:
             total = self.total()
             return Factor(total if self.groups > 1 else total[0])
@@ -302,23 +305,23 @@ class DenseGram(Gram):
         return Factor(rows=rows if self.groups > 1 else rows[0])
 
     def _add_waiting(self) -> None:
-        """Add what waits, in one product."""
+        """Add the waiting rows in one product."""
         one = len(self._waiting) == 1
         self._add(self._waiting[0] if one else torch.cat(self._waiting, dim=1))
         self._waiting, self._num_waiting = (), 0
 
     def _add(self, rows: Tensor) -> None:
-        # The first product writes into memory as it is (beta = 0), without zeros to add to.
+        # The first product writes into uninitialised memory (beta = 0), without zeros to add to.
         d, keep = rows.shape[-1], 0.0 if self._total is None else 1.0
         if self._total is None:
             self._total = rows.new_empty(len(rows), d, d)
         if len(rows) > 1:
             self._total.baddbmm_(rows.mT, rows, beta=keep)
             return
-        # In strips of rows that begin at the diagonal, so that n strips need (n + 1) / 2n of the
-        # multiplications; `total` copies what lies below. On a core of x86-64, 1152 columns of 4096
-        # rows take 45 instead of 69 ms, 384 columns 5.7 instead of 8.1 ms. A GPU gains nothing from
-        # several smaller products, nor does a CPU if the rows are few.
+        # Strips of rows begin at the diagonal, so n strips need (n + 1) / 2n of the
+        # multiplications, and `total` copies the entries below. On a core of x86-64, 1152 columns
+        # of 4096 rows take 45 instead of 69 ms, and 384 columns take 5.7 instead of 8.1 ms. Several
+        # smaller products do not help on a GPU, nor on a CPU with few rows.
         size = d
         if rows.device.type == "cpu":
             size = max(STRIP, -(-d // 8), min(d, SMALL_PRODUCT // max(1, rows.shape[1] * d)))
@@ -329,7 +332,7 @@ class DenseGram(Gram):
 
 
 class DiagonalGram(Gram):
-    """The diagonal of Σ_m x_m x_mᵀ over all rows (1, M, P), as P groups: (P, 1, 1)."""
+    """Sum the diagonal of Σ_m x_m x_mᵀ over all rows (1, M, P), as P groups: (P, 1, 1)."""
 
     _total: Tensor | None = None
 
@@ -338,23 +341,23 @@ class DiagonalGram(Gram):
 
     def add(self, rows: Float[Tensor, "1 M P"], fresh: bool = False) -> None:
         """Add the rows' squares."""
-        # Some rows at a time, so that their squares stay in the cache; the squares of all rows
+        # Take some rows at a time, so that their squares stay in the cache. The squares of all rows
         # would take as much memory as the gradient.
         for some in at_least_float32(rows[0]).split(max(1, LARGEST_SQUARE // rows.shape[-1])):
             squares = some.square().sum(0)
             self._total = squares if self._total is None else self._total.add_(squares)
 
     def total(self) -> Float[Tensor, "P 1 1"]:
-        """The sum so far."""
+        """Return the sum so far."""
         return self.zeros() if self._total is None else self._total[:, None, None]
 
 
 class CountGram(Gram):
-    """Σ of one-hot tokens' Gram matrices, a diagonal: (V, 1, 1), V groups of one entry."""
+    """Sum one-hot tokens' Gram matrices, a diagonal: (V, 1, 1), V groups of one entry."""
 
     def __init__(self, like: Tensor, num_tokens: int) -> None:
         super().__init__(like, num_tokens, 1)
-        # Integers: in float32 large counts would stop growing.
+        # Integers, because large counts would stop growing in float32.
         self._counts = torch.zeros(num_tokens, dtype=torch.long, device=like.device)
 
     def add(self, rows: Int[Tensor, "*positions"], fresh: bool = False) -> None:
@@ -362,14 +365,14 @@ class CountGram(Gram):
         self._counts += torch.bincount(rows.flatten(), minlength=self.groups)
 
     def total(self) -> Float[Tensor, "V 1 1"]:
-        """The counts so far."""
+        """Return the counts so far."""
         return self._counts.to(self.like.dtype)[:, None, None]
 
 
 class ScalarGram(DenseGram):
-    """Σ_m (Σ_c x_mc)² of a scalar's gradients, which come as terms x_mc of sums: (1, 1, 1).
+    """Sum Σ_m (Σ_c x_mc)² of a scalar's gradients, given as terms x_mc of sums: (1, 1, 1).
 
-    The terms of all rows that wait are summed in one operation.
+    One operation sums the terms of all waiting rows.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -383,7 +386,7 @@ class ScalarGram(DenseGram):
         super().add(rows, fresh)
 
     def entries(self, rows: Float[Tensor, "1 M c"]) -> Float[Tensor, "1 M 1"]:
-        """The sums of the terms."""
+        """Return the sums of the terms."""
         return rows.sum(-1, keepdim=True)
 
     def _add(self, rows: Tensor) -> None:
@@ -392,21 +395,21 @@ class ScalarGram(DenseGram):
 
 @dataclass(eq=False)
 class FactorSum:
-    """Σ x xᵀ of a factor, A or B: x is a row, or an example's sum of rows over all uses."""
+    """Sum Σ x xᵀ of a factor, A or B. A vector x is a row, or an example's sum over all uses."""
 
     gram: Gram
     num_terms: int = 0
-    """The number of outer products, of an A."""
+    """Number of outer products of an A."""
     waiting: Tensor | None = None
-    """The examples' sums over the uses so far, which `end` adds."""
-    _positions: int | Tensor = 0  # of each example, over these uses of an input
+    """Examples' sums over the uses so far, which `end` adds."""
+    _positions: int | Tensor = 0  # per example, over these uses of an input
     _by_roots: bool = False
 
     def add(self, sums: Float[Tensor, "G N d"]) -> None:
-        """Add one use's sums of each example; they wait for those of other uses.
+        """Add one use's sums of each example. They wait for the sums of other uses.
 
         Args:
-            sums: nobody may change them afterwards.
+            sums: the sums. Nothing may change them afterwards.
         """
         sums, before = at_least_float32(sums), self.waiting
         # The uses of a scalar may differ in their number of terms.
@@ -418,7 +421,7 @@ class FactorSum:
     ) -> None:
         """Add one use's sums of each example over ``positions``, or (N,) of them.
 
-        They are divided when all uses are known, so that uses with different R are weighted by
+        The division follows when all uses are known, so that uses with different R are weighted by
         their positions.
         """
         if self.waiting is None:  # the first use in this forward pass
@@ -434,34 +437,34 @@ class FactorSum:
 
     @property
     def roots(self) -> Tensor | None:
-        """(N, 1): √R_n over all uses, which divides the gradients' sums as well, or None.
+        """(N, 1): √R_n over all uses, which also divides the gradients' sums, or None.
 
-        None if only the inputs' sums are divided, by R_n. Known after the last use of a forward
-        pass.
+        None if only the inputs' sums are divided, by R_n. The value is known after the last use of
+        a forward pass.
         """
         if not self._by_roots or isinstance(self._positions, int):
             return None
         return self._positions.clamp(min=1).double().sqrt()[:, None]
 
     def end(self) -> None:
-        """Add what waits, when all uses are in: of a forward pass, or all that a vector reaches.
+        """Add the waiting sums after all uses of a forward pass, or of a vector.
 
-        A vector need not reach all uses: those that it did not reach have the gradient zero.
+        A vector need not reach all uses. Uses that it does not reach have the gradient zero.
         """
         sums, self.waiting = self.waiting, None
         if sums is None:
             return
-        # Of inputs, the sum over an example's positions becomes their mean.
+        # For inputs, the sum over an example's positions becomes their mean.
         if isinstance(self._positions, Tensor):
             divisors = self._positions.clamp(min=1)[:, None] if self.roots is None else self.roots
             sums = sums / divisors.to(sums.dtype)
-        elif self._positions:  # zero of gradients
+        elif self._positions:  # reset for gradients
             sums = sums / self._positions
         self.gram.add(sums, fresh=True)
 
 
 def gram_matrix(rows: Float[Tensor, "*G M d"]) -> Float[Tensor, "*G d d"]:
-    """Σ_m x_m x_mᵀ of these rows, the same bits for the same rows."""
+    """Return Σ_m x_m x_mᵀ of these rows, with the same bits for the same rows."""
     groups = rows.reshape(math.prod(rows.shape[:-2]), *rows.shape[-2:])
     gram = DenseGram(groups, len(groups), rows.shape[-1])
     gram._add(groups)
@@ -469,7 +472,7 @@ def gram_matrix(rows: Float[Tensor, "*G M d"]) -> Float[Tensor, "*G d d"]:
 
 
 def gram_of_gradients(parameter: Tensor) -> Gram:
-    """An empty Gram matrix for the gradients of an elementwise parameter."""
+    """Return an empty Gram matrix for the gradients of an elementwise parameter."""
     P = parameter.numel()
     if P == 1:
         return ScalarGram(parameter)
@@ -477,13 +480,13 @@ def gram_of_gradients(parameter: Tensor) -> Gram:
 
 
 def mirror_upper_half_(gram: Float[Tensor, "*G d d"]) -> None:
-    """Make matrices symmetric to the bit, in place: copy the upper half into the lower one.
+    """Copy the upper half of matrices into the lower one, so that they are symmetric to the bit.
 
     A BLAS may round x_iᵀ x_j and x_jᵀ x_i differently (MKL does on AMD processors).
     """
     d = gram.shape[-1]
-    # One strip at a time: a mirrored copy of a large matrix would take the memory of another. A
-    # small one is mirrored whole, in fewer operations.
+    # One strip at a time, because a mirrored copy of a large matrix would double the memory. A
+    # small matrix is mirrored whole, in fewer operations.
     size = min(d, MIRRORED)
     for start in range(0, d, size):
         end = min(start + size, d)

@@ -49,7 +49,7 @@ class LinearPart(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """(d_out,), if there is one."""
+        """The map's bias (d_out,), if it has one."""
         return self._own("bias") if "bias" in self.parameter_of else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,11 +57,11 @@ class LinearPart(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """The class of the layer that it is a part of, and the weight's name."""
+        """Return the class of the whole layer, and the weight's name."""
         return f"{type(self._layer[0]).__name__}.{self.parameter_of['weight']}"
 
     def _own(self, local: str) -> Tensor:
-        # Looked up by name each time, since a curvature pass replaces the layer's tensors.
+        # Look up by name each time, because a curvature pass replaces the layer's tensors.
         tensor = whole_shape(getattr(self._layer[0], self.parameter_of[local]))
         slots = self.slots.get(local, 1)
         if slots == 1:
@@ -71,22 +71,22 @@ class LinearPart(nn.Module):
 
 
 class TransposedPart(LinearPart):
-    """A map y = x W + b whose weight is stored (d_in, d_out)."""
+    """Map y = x W + b whose weight is stored as (d_in, d_out)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """X W + b for x (N, ..., d_in)."""
+        """Return x W + b for x (N, ..., d_in)."""
         y = x @ self.weight
         return y if self.bias is None else y + self.bias
 
 
 class FunctionalLayer(nn.Module):
-    """A layer that represents a call such as ``F.conv2d(x, weight, bias)``; it is never run.
+    """Layer that represents a call such as ``F.conv2d(x, weight, bias)``; it never runs.
 
     Args:
-        places: "weight" and "bias" -> the module that has the parameter, and its name there.
-        function: the name of the function.
+        places: maps "weight" and "bias" to the parameter's module, and its name there.
+        function: name of the function.
         settings: the attributes that the rule reads from such a layer: stride, padding and so on.
-        slot: the index of the matrix, if the weight is a stack of them.
+        slot: index of the matrix, if the weight is a stack of them.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FunctionalLayer(nn.Module):
     ) -> None:
         super().__init__()
         self._slot = slot
-        self._places = dict(places)  # no submodules: a dictionary hides them from torch
+        self._places = dict(places)  # a dictionary, so that the modules are no submodules
         self._function = function
         self.settings = dict(settings)
         vars(self).update(settings)
@@ -115,7 +115,7 @@ class FunctionalLayer(nn.Module):
         return getattr(*self._places["bias"]) if "bias" in self._places else None
 
     def extra_repr(self) -> str:
-        """The function and its settings."""
+        """Return the function and its settings."""
         return ", ".join([self._function, *(f"{k}={v}" for k, v in self.settings.items())])
 
 
@@ -141,7 +141,7 @@ class LayerByParts(ABC):
     """Whether the proof is necessary; it is not if ``forward`` calls the layer's own forward."""
 
     num_examples: int | None = None
-    """N of the present batch, if it is known."""
+    """N of the present batch, if known."""
 
     differentiable = False
     """Whether a pass keeps the graphs of the parts' inputs with respect to the model's input."""

@@ -1,4 +1,4 @@
-"""The rule of each kind of layer; users register their own."""
+"""Map each kind of layer to its rule, and register users' rules."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -52,16 +52,17 @@ RULES: dict[type[nn.Module], AnyRule | str] = {
     Bias: BiasRule,
     Scale: ScaleRule,
 }
-"""Layer -> its rule; or the rule's module and name, which is imported with the first such layer."""
+"""Maps a layer to its rule, or to the rule's module and name, which is imported with the first such
+layer."""
 
 RULES_BY_NAME: dict[str, AnyRule] = {
     "transformers.pytorch_utils.Conv1D": TransposedLinearRule,
     "transformers.modeling_utils.Conv1D": TransposedLinearRule,  # before version 4.28
 }
-"""Layers of other libraries, by name, so that these libraries need not be imported."""
+"""Layers of other libraries by name, so that these libraries need not be imported."""
 
 RULES_BY_ATTRIBUTE = {"_apply_gate": "by_parts.experts.ExpertsByParts"}
-"""Layers of transformers made by a decorator, by the attribute that it adds to their classes."""
+"""Layers of transformers that a decorator makes, by the attribute that it adds to their classes."""
 
 BUILT_IN = dict(RULES)
 
@@ -71,7 +72,7 @@ PARAMETERS: dict[type[nn.Module], dict[str, tuple[int, ...] | None]] = {
 
 
 class Registered(NamedTuple):
-    """A layer's rule, and the class that it was registered for."""
+    """Layer's rule, and the class that it was registered for."""
 
     layer_type: type[nn.Module]
     rule: AnyRule

@@ -1,8 +1,8 @@
-"""Which example each row of a layer's input belongs to, where row n is not example n.
+"""Declare which example each row of a layer's input belongs to, if row n is not example n.
 
-The graphs of a batch are concatenated, padded positions belong to no example, and some layers have
-the batch axis second. A model declares this in its own forward, around the calls of its layers. It
-must not be guessed from the data: a zero gradient, say, does not mean that a row is padding.
+Graphs of a batch are concatenated, padded positions belong to no example, and some layers have the
+batch axis second. A model declares this in its own forward, around the calls of its layers. It must
+not be guessed from the data: a zero gradient, for example, does not mean that a row is padding.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from kfac_backend.precision import at_least_float32
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The example of each of M rows, where the first axes of a layer's input are its rows."""
+    """Examples of M rows, where the first axes of a layer's input are its rows."""
 
     axes: tuple[int, ...]
     """Sizes of these axes; M is their product."""
@@ -36,91 +36,92 @@ class Rows:
     of_positions: bool = False
     """Whether layers whose input has another shape are ignored instead of raising an error."""
     weights: Tensor | None = None
-    """(M,): each row's weight in the mean of its example's inputs; None if all are 1."""
+    """Each row's weight (M,) in the mean of its example's inputs; None if all are 1."""
 
     def on(self, device: torch.device) -> "Rows":
-        """The same, with the index on a device."""
+        """Return the same rows with the index on a device."""
         if self.index.device == device:
             return self
         return replace(self, index=self.index.to(device))
 
     @cached_property
     def counts(self) -> Tensor:
-        """(N,) int64: how many rows each example has."""
+        """Number of rows of each example, (N,) int64."""
         return torch.bincount(self.index, minlength=self.num_examples + 1)[:-1]
 
     @property
     def as_given(self) -> Tensor:
-        """The index as `examples_of_rows` takes it: in the rows' axes, -1 for rows without one."""
+        """The index as passed to `examples_of_rows`: in the rows' axes, -1 for no example."""
         return torch.where(self.index < self.num_examples, self.index, -1).view(self.axes)
 
     def flatten(self, x: Tensor) -> Tensor:
-        """(*axes, ...) as (M, ...)."""
+        """Return (*axes, ...) as (M, ...)."""
         return x.flatten(0, len(self.axes) - 1)
 
     def counting(self, x: Tensor) -> Tensor:
-        """The rows that belong to an example, of (M, ...)."""
+        """Return the rows of (M, ...) that belong to an example."""
         return x if self.all_count else x[self.index < self.num_examples]
 
     def sums(self, x: Tensor) -> Tensor:
-        """Each example's sum over its rows: (M, ...) as (N, ...), in float32 at least."""
-        # Entry N collects the rows that do not count, and is cut off, which needs no copy of x.
+        """Return each example's sum over its rows: (M, ...) as (N, ...), at least in float32."""
+        # Entry N collects the rows that do not count, and is cut off. This needs no copy of x.
         x = at_least_float32(x)
         total = x.new_zeros(self.num_examples + 1, *x.shape[1:])
         return total.index_add_(0, self.index, x)[:-1]
 
     def weighted(self, x: Tensor) -> Tensor:
-        """Inputs (M, ...) times the rows' weights."""
+        """Return inputs (M, ...) times the rows' weights."""
         if self.weights is None:
             return x
         return x * self.weights.to(x).view(-1, *[1] * (x.dim() - 1))
 
     def padded(self, x: Tensor) -> Tensor:
-        """Each example's rows, padded with zeros at the end: (M, ...) as (N, K, ...)."""
+        """Return each example's rows, padded with zeros at the end: (M, ...) as (N, K, ...)."""
         counts = self.counts.tolist()
         if not any(counts):
             return x.new_zeros(self.num_examples, 1, *x.shape[1:])
-        # In the order of the examples, behind which come the rows that do not count.
+        # Sort by example. The rows that do not count come last.
         ordered = x[self.index.argsort(stable=True)][: sum(counts)]
         return pad_sequence(list(ordered.split(counts)), batch_first=True)
 
 
 @dataclass(frozen=True)
 class SharedAxes:
-    """The axes of an input that all examples share, such as a table of position embeddings."""
+    """Axes of an input that all examples share, such as a table of position embeddings."""
 
     with_first: bool
     """Whether the first axis is a batch axis with one entry; otherwise there is no batch axis."""
     number: int
-    """The number of axes."""
+    """Number of axes."""
 
     def are_those_of(self, a: Tensor) -> bool:
-        """Whether an input is shared, and not yet copied for each example by an earlier layer."""
+        """Return whether an input is shared, and no earlier layer has copied it per example."""
         return a.dim() == self.number and (not self.with_first or a.shape[0] == 1)
 
     def for_each_example(self, x: Tensor, N: int) -> Tensor:
-        """A shared input or output as (N, ...), expanded without a copy."""
+        """Return a shared input or output as (N, ...), expanded without a copy."""
         return x.expand(N, *x.shape[1:]) if self.with_first else x.expand(N, *x.shape)
 
 
 Run = SharedAxes | Literal["examples", "consecutive", "followed", "constant"]
-"""What one run of a layer works on.
+"""Kind of a run of a layer.
 
 - "examples": one row for each example, or rows whose examples are declared;
-- "consecutive": several rows for each example, one after the other, as the windows of an image;
-- `SharedAxes`: an input that all examples share; its output is copied for each example;
-- "followed": the same, but its output must be followed to where it meets the examples;
+- "consecutive": several consecutive rows for each example, such as the windows of an image;
+- `SharedAxes`: an input that all examples share; the output is copied for each example;
+- "followed": a shared input; the output is followed up to the operation that combines it with the
+  examples;
 - "constant": no derivative passes through its output (it is detached, or not used).
 """
 
 
 _current: ContextVar[Callable[[], Rows] | None] = ContextVar("rows", default=None)
-"""Returns what a model declared. The checks of the index wait for the GPU, so that they are made
-only when a curvature pass asks: training runs the same forward and must not wait."""
+"""Returns the model's declaration. The checks of the index wait for the GPU, so only a curvature
+pass makes them: training runs the same forward and must not wait."""
 
 
 def consecutive_rows(M: int, N: int, device: torch.device) -> Rows | None:
-    """M rows as M / N consecutive rows of each example; None if M is N, or no multiple of it."""
+    """Return M rows as M / N consecutive rows per example; None if M is N, or no multiple of N."""
     if M == N or M % N:
         return None
     index = torch.arange(M, device=device) // (M // N)
@@ -128,7 +129,7 @@ def consecutive_rows(M: int, N: int, device: torch.device) -> Rows | None:
 
 
 def current_rows() -> Rows | None:
-    """What the innermost `examples_of_rows` or `counted_positions` declares; None outside of them.
+    """Return the innermost `examples_of_rows` or `counted_positions`; None outside of them.
 
     Raises:
         TypeError: an index that is not of integers.
@@ -203,20 +204,21 @@ def counted_positions(mask: Tensor | None) -> Iterator[None]:
 def rows_of_sequences(
     x: Tensor, batch_first: bool, padding: Tensor | None = None
 ) -> Iterator[None]:
-    """Declare the examples of the rows of x (N, R, ...), as the model did, without padding.
+    """Declare the examples of the rows of x (N, R, ...) from the model's declaration and padding.
 
-    A declaration of rows with other axes is about other sequences, and ignored here.
+    A declaration for rows with other axes is about other sequences, and is ignored here.
 
     Args:
-        x: sequences, turned so that the examples come first.
-        batch_first: whether they did so in the layer's input, to which an index belongs.
-        padding: (N, R), what does not count: True, or -inf.
+        x: sequences, transposed so that the examples come first.
+        batch_first: whether the examples come first in the layer's input, to which an index
+            belongs.
+        padding: (N, R), True or -inf for positions that do not count.
     """
     N, R = x.shape[:2]
     rows, index, weights, by_roots, examples = current_rows(), None, None, False, N
     known_weights = None if rows is None else rows.weights
     first = batch_first or (rows is not None and rows.of_positions)  # a mask is always (N, R)
-    # Declared position by position, in the order of the axes that the layer's input had.
+    # Declared position by position, in the order of the axes of the layer's input.
     if rows is not None and rows.axes == ((N, R) if first else (R, N)):
         index, by_roots = (rows.as_given if first else rows.as_given.T), rows.by_roots
         if known_weights is not None:
@@ -224,7 +226,7 @@ def rows_of_sequences(
     elif rows is not None and rows.axes == (N,):  # whole sequences are an example's rows
         index, examples = rows.as_given[:, None].expand(N, R), rows.num_examples
         weights = None if known_weights is None else known_weights[:, None]
-    # What padding hides belongs to no example, whoever declared the rest.
+    # Padding belongs to no example, for any declaration of the rest.
     if padding is not None:
         hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
         if index is None:
@@ -250,7 +252,7 @@ def _checked(
     weights: Tensor | None = None,
     of_positions: bool = False,
 ) -> Rows:
-    """The rows of an index with -1 for those that do not count, if all its numbers are right."""
+    """Return the rows of an index, with -1 for those that do not count, after a check."""
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"The examples of rows have dtype {index.dtype}. Pass integers.")
     flat = index.detach().flatten().long()

@@ -1,15 +1,15 @@
-"""The contract of a rule: what a kind of layer must compute, so that a pass can make its blocks.
+"""Base class of rules, which compute the blocks of one kind of layer in a pass.
 
 Life cycle. A pass makes one rule for each layer with its first batch, and may let rules of tied
 layers `Rule.share` their sums. For each part of a batch it calls `Rule.add_input` for each use.
 Then, for each vector that is propagated back, it calls `Rule.add_gradient` for each use that the
 vector reaches, and `gram.FactorSum.end` for all factors, which at the first vector adds the inputs.
-All inputs are known before the first gradient, because the forward pass comes first. The
-rule holds the sums over all batches, and of the present batch only what must wait for other uses.
-After the last batch `Rule.block_sums` returns the sums, and the rule is dropped.
+All inputs are known before the first gradient, because the forward pass comes first. The rule holds
+the sums over all batches. Of the present batch it holds only sums that wait for other uses. After
+the last batch `Rule.block_sums` returns the sums, and the rule is dropped.
 
-A predictive calls `Rule.position_gradients` and `Rule.example_gradients` instead. These add
-to no sum.
+A predictive calls `Rule.position_gradients` and `Rule.example_gradients` instead. These add to no
+sum.
 
 A parameter may be used several times in a forward pass, by one layer that runs twice or by layers
 that share it. In expand mode each use just adds more rows. In reduce mode, and for elementwise
@@ -132,9 +132,9 @@ class Rule(ABC):
         self.per_example = mode == "expand" and expand_scaling == "examples"
         """Whether input factors are divided by the number of examples, in expand mode."""
         self.A: dict[str, FactorSum] = {}
-        """Local name -> the sum of its input factor, if it has one."""
+        """Sums of input factors by local name, for parameters that have one."""
         self.B: dict[str, FactorSum] = {}
-        """Local name -> the sum of its gradient factor. Two names may have the same one."""
+        """Sums of gradient factors by local name. Two names may have the same one."""
         self._shared: set[str] = set()  # parameters whose sums another rule reports
         self.make_sums()
 
@@ -175,7 +175,7 @@ class Rule(ABC):
 
     def block_sums(self) -> dict[str, BlockSums]:
         """Return the sums so far of all ``names``, except those that another rule has."""
-        # The Gram matrices themselves, which later become the block in place, not copies.
+        # Return the Gram matrices themselves, not copies, because they become the block in place.
         sums, names = {}, [name for name in self.names if name not in self._shared]
         factors = {one: one.gram.factor() for one in {self.B[name] for name in names}}
         for name in names:
@@ -187,8 +187,8 @@ class Rule(ABC):
             if not self.transposed or name == "bias":
                 sums[name] = BlockSums(B, A, terms, self.per_example)
                 continue
-            # The rows are the inputs. The second factor is divided by the number of terms, in
-            # place: it must not be the matrix of another parameter's B.
+            # The rows are the inputs. The second factor is later divided by the number of terms in
+            # place, so it must not be the matrix of another parameter's B.
             alone = all(self.B[other] is not self.B[name] for other in names if other != name)
             sums[name] = BlockSums(A, B if alone else B.clone(), terms, self.per_example)
         return sums
@@ -215,14 +215,14 @@ class Rule(ABC):
 
 
 def sum_over(b: Tensor, axes: list[int]) -> Tensor:
-    """The sum of a gradient over some axes, in float32 at least.
+    """Return the sum of a gradient over some axes, at least in float32.
 
-    It is taken once for all layers that get the same gradient, such as a bias and the layer in
-    front. What is known of a gradient is kept in the tensor itself, and goes with it.
+    It is computed once for all layers with the same gradient, such as a bias and the layer in
+    front. The tensor itself stores known sums of a gradient.
     """
     if not axes:
         return at_least_float32(b)
-    # Autograd may add to a gradient in place, where branches meet: that is another version.
+    # Autograd may add to a gradient in place, where branches join: that is another version.
     key = b._version, tuple(axes)  # pyright: ignore[reportPrivateUsage]
     cache = {} if b.requires_grad else vars(b).setdefault("_sums", {})
     if key not in cache:
@@ -232,15 +232,15 @@ def sum_over(b: Tensor, axes: list[int]) -> Tensor:
 
 
 def unshared_copy(sums: Tensor, x: Tensor) -> Tensor:
-    """Sums of x, which may wait: a copy if they are x itself, which others may change."""
+    """Return sums of x that may wait: a copy if they are x itself, which others may change."""
     shares_memory = sums.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     return sums.clone() if shares_memory else sums
 
 
 def dense_gradients(gradients: ExampleGradients, transposed: bool) -> Float[Tensor, "N C P"]:
-    """Σ_r b ⊗ a of each example and output, flattened as PyTorch flattens the parameter.
+    """Return Σ_r b ⊗ a of each example and output, flattened as PyTorch flattens the parameter.
 
-    A ``transposed`` parameter is stored inputs first.
+    A ``transposed`` parameter is stored as (d_in, d_out).
     """
     if gradients.a is None:
         return gradients.b.sum(2).movedim(0, 2).flatten(2)  # (G, N, C, d) -> (N, C, G·d)
@@ -251,14 +251,14 @@ def dense_gradients(gradients: ExampleGradients, transposed: bool) -> Float[Tens
 def summed_gradients(
     rule: Rule, use: Use, b: Float[Tensor, "M ..."]
 ) -> dict[str, Float[Tensor, " P"]]:
-    """Local name -> the gradient summed over all rows, from one gradient in the layer's output."""
+    """Return gradients summed over all rows by local name, from one gradient of the output."""
     positions = rule.position_gradients(use, b)[:, :, None]  # (M, R, 1, d_out)
     sums: dict[str, Tensor] = {}
-    # Some rows at a time, so that patches of images stay in the cache.
+    # Take some rows at a time, so that patches of images stay in the cache.
     number = max(1, FEWEST_POSITIONS // max(1, positions.shape[1]))
     for some in zip(use.a.split(number), positions.split(number), strict=True):
         for name, (b, a) in rule.example_gradients(*some).items():
-            # Their positions as those of one example, in one product: no array (P,) for each.
+            # Treat their positions as one example's in one product, without an array (P,) for each.
             a = None if a is None else a.flatten(1, 2)[:, None]
             as_one = ExampleGradients(b.flatten(1, 2)[:, None], a)
             g = dense_gradients(as_one, rule.transposed)[0, 0]

@@ -1,8 +1,8 @@
-"""Products with matrices that are stacked in one parameter, as one product for each of them.
+"""Split products with matrices that are stacked in one parameter into one product each.
 
-An array (E, d_in, d_out) of experts' weights is E linear layers. Operations that take it whole are
-rewritten, so that each expert's weight w[e] meets the examples in an operation of its own, which
-`operations` follows as that of a layer.
+An array (E, d_in, d_out) of experts' weights is E linear layers. Operations on the whole array are
+rewritten, so that each expert's weight w[e] has its own operation with the examples, which
+`operations` follows as a layer's.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ GROUPED = getattr(torch, "_grouped_mm", None)  # F.grouped_mm calls it
 def by_matrix(
     func: Callable[..., Any], args: tuple[Any, ...], is_stack: Callable[[Any], bool]
 ) -> Callable[..., Tensor] | None:
-    """The same function, matrix by matrix, if one of two arguments is a stack; None otherwise."""
+    """Return the function applied matrix by matrix, if one of two arguments is a stack, or None."""
     if func not in {*MATMULS, GROUPED, torch.einsum}:
-        return None  # before memory is looked at, which FSDP may have dropped in a hook of its own
+        return None  # do not read the memory, which FSDP may have freed in one of its hooks
     operands = args[1:] if func is torch.einsum else args
     if len(operands) != 2 or is_stack(operands[0]) == is_stack(operands[1]):
         return None
@@ -36,7 +36,7 @@ def by_matrix(
 
 
 def _of_each(x: Tensor, w: Tensor) -> Tensor:
-    """(E, ..., M, d_in) @ w[e], with the product of each matrix by itself."""
+    """Compute (E, ..., M, d_in) @ w[e], with a separate product for each matrix."""
     products = []
     for e in range(len(w)):
         with _declared_rows(x.shape[:-1], e):
@@ -45,13 +45,13 @@ def _of_each(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
-    """X @ w of x (..., E or 1, M, d_in) or (M, d_in)."""
+    """Compute x @ w of x (..., E or 1, M, d_in) or (M, d_in)."""
     x = x.expand(*x.shape[:-3], len(w), *x.shape[-2:])
     return _of_each(x.movedim(-3, 0), w).movedim(0, -3)
 
 
 def _grouped(x: Tensor, w: Tensor, *, offs: Tensor, **options: None) -> Tensor:
-    """Rows (M, d_in) times the matrix of their group; group e ends before row ``offs[e]``."""
+    """Multiply rows (M, d_in) by the matrix of their group; group e ends before row ``offs[e]``."""
     ends = offs.tolist()
     products = []
     for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -61,7 +61,7 @@ def _grouped(x: Tensor, w: Tensor, *, offs: Tensor, **options: None) -> Tensor:
 
 
 def _declared_rows(axes: tuple[int, ...], part: int | slice) -> AbstractContextManager[None]:
-    """Whose the rows of one matrix are, where the model has told it of the rows of all."""
+    """Declare the examples of one matrix's rows, if the model has declared those of all rows."""
     rows = current_rows()
     if rows is None or rows.axes != axes:
         return nullcontext()
@@ -69,7 +69,7 @@ def _declared_rows(axes: tuple[int, ...], part: int | slice) -> AbstractContextM
 
 
 def _einsum(equation: str, second: bool) -> Callable[..., Tensor] | None:
-    """An einsum of a stack and another tensor; None if it is more than products of matrices."""
+    """Rewrite an einsum of a stack and another tensor; None if it is more than matrix products."""
     inputs, _, out = equation.replace(" ", "").partition("->")
     of_x, _, of_w = inputs.partition(",")
     of_x, of_w = (of_x, of_w) if second else (of_w, of_x)
@@ -85,7 +85,7 @@ def _einsum(equation: str, second: bool) -> Callable[..., Tensor] | None:
         x, w = operands if second else operands[::-1]
         w = w.mT if transposed else w
         x = x.expand(len(w), *x.shape) if e not in of_x else x.movedim(of_x.index(e), 0)
-        # (E, *rest, d_in), whose last axis may stand among the rest
+        # (E, *rest, d_in); the last axis may be among the rest
         x = x.movedim(1 + of_x.replace(e, "").index(i), -1)
         y = _of_each(x, w)
         return y.permute([(e + rest + o).index(letter) for letter in out])

@@ -42,8 +42,8 @@ class WeightSharingRule(Rule):
             self.A["weight"] = FactorSum(self.gram(of_rows=self.transposed))
             self.B["weight"] = FactorSum(self.gram(of_rows=not self.transposed))
         if "bias" in self.names:
-            # With one group, B of weight and bias are usually sums over the same rows: they are one
-            # sum until something comes that tells them apart (`separate`).
+            # With one group, B of weight and bias are usually sums over the same rows. They share
+            # one sum until a use distinguishes them (`separate`).
             one = "weight" in self.names and self.groups == 1 and self.same_gradients
             self.B["bias"] = self.B["weight"] if one else FactorSum(self._bias_gram())
             # A mean over positions would be 1, so it is left out; a sum over them is R.
@@ -113,8 +113,8 @@ class WeightSharingRule(Rule):
     def add_input(self, use: Use) -> None:
         """Add the weight's inputs to A; a bias has no input factor, or the input 1."""
         if use.rows is not None and use.rows.by_roots and self.mode != "expand":
-            # Reduce divides the weight's sums by √R_n, but not the bias's, which has no input
-            # factor that would take the other √R_n.
+            # Reduce divides the weight's sums by √R_n. It does not divide the bias's, which has no
+            # input factor for the other √R_n.
             self.separate()
         if not self.A:
             return
@@ -130,11 +130,11 @@ class WeightSharingRule(Rule):
                 self.A["bias"].gram.add(ones.sqrt())
             return
         A = self.A["weight"]
-        # Reduce: the sum over each example's positions waits for those of other uses. A row
-        # may have R positions of its own; R_n counts all of them.
+        # Reduce: the sum over each example's positions waits for the sums of other uses. A row may
+        # have R positions of its own; R_n counts all of them.
         sums, R = self.input_sums(a)  # (G, M, d_in)
         sums = unshared_copy(sums, a)
-        # Divided by R only when all uses are in: a mean of means would weigh all uses alike,
+        # Divide by R only when all uses are known: a mean of means would weight uses equally,
         # however many positions they have.
         if rows is None:
             A.add_inputs(sums, R, by_roots=False)
@@ -160,14 +160,15 @@ class WeightSharingRule(Rule):
             sums = self.weight_gradient_sums(b) if weight else self.bias_gradient_sums(b)[None]
             if use.rows is not None:
                 sums = use.rows.sums(sums.movedim(1, 0)).movedim(0, 1)  # (G, N, d_out)
-            # R_n counts the positions of all uses: it is known since the last input.
+            # R_n counts the positions of all uses, and is known since the last input.
             roots = self.A["weight"].roots if weight else None
             sums = unshared_copy(sums, b)
             self.B[name].add(sums if roots is None else sums / roots.to(sums.dtype))
 
     def share(self, name: str, other: Rule, others_name: str) -> None:
         """Add to the sums of another layer's weight or bias."""
-        # A shared weight need not have a shared bias: their sums go over different uses now.
+        # A shared weight need not have a shared bias: from now on their sums run over different
+        # uses.
         for rule in (self, other):
             assert isinstance(rule, WeightSharingRule)
             rule.separate()
@@ -192,10 +193,10 @@ class WeightSharingRule(Rule):
 
 
 class LinearRule(WeightSharingRule):
-    """nn.Linear on (N, ..., d_in), with any number of shared axes."""
+    """Rule of nn.Linear on (N, ..., d_in), with any number of shared axes."""
 
     def inputs(self, a: Tensor) -> Tensor:
-        """(N, ..., d_in) as (1, N, R, d_in)."""
+        """Return (N, ..., d_in) as (1, N, R, d_in)."""
         if a.dim() < 2:
             raise ValueError(
                 f"{self.layer} got shape {tuple(a.shape)}, but needs a batch (N, ..., d_in)."
@@ -204,6 +205,6 @@ class LinearRule(WeightSharingRule):
 
 
 class TransposedLinearRule(LinearRule):
-    """A layer y = x W + b whose weight is stored (d_in, d_out), as GPT-2's Conv1D."""
+    """Rule of layers y = x W + b with a weight stored as (d_in, d_out), like GPT-2's Conv1D."""
 
     transposed = True

@@ -1,4 +1,4 @@
-"""Which pixels a convolution's kernel meets at each position; patches of images and their sums."""
+"""Compute the pixels that a convolution's kernel covers, patches, and sums of patches."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """How a kernel meets one axis of an image.
+    """Windows of a kernel along one axis of an image.
 
-    Offset k of the kernel meets the entries k·dilation + stride·(0, ..., R−1), numbered from the
+    Offset k of the kernel covers the entries k·dilation + stride·(0, ..., R−1), numbered from the
     first entry of the padding.
     """
 
@@ -26,44 +26,44 @@ class Window:
     before: int
     """Entries of padding in front of the image."""
     after: int
-    """Entries of padding behind it."""
+    """Entries of padding behind the image."""
     padding_mode: str
-    """As F.pad calls it: "constant" (zeros), "reflect", "replicate" or "circular"."""
+    """Mode in F.pad's words: "constant" (zeros), "reflect", "replicate" or "circular"."""
 
     @property
     def padded(self) -> int:
-        """The number of entries along the axis, padding included."""
+        """Number of entries along the axis, including padding."""
         return self.before + self.size + self.after
 
     @property
     def reach(self) -> int:
-        """Entries from the kernel's first to its last."""
+        """Number of entries from the kernel's first to its last."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def positions(self) -> int:
-        """R, how many times the kernel fits."""
+        """R, the number of positions of the kernel."""
         return (self.padded - self.reach) // self.stride + 1
 
     @property
     def content(self) -> range:
-        """The padded entries that are not zero by construction."""
+        """Padded entries that are not zero by construction."""
         if self.padding_mode == "constant":
             return range(self.before, self.before + self.size)
         return range(self.padded)
 
     def entries_at(self, offset: int) -> range:
-        """The padded entries that one offset of the kernel meets, in the order of the positions."""
+        """Return the padded entries that one offset of the kernel covers, in position order."""
         start = offset * self.dilation
         return range(start, start + self.stride * self.positions, self.stride)
 
     def counts(self, like: Tensor) -> Tensor:
-        """How often offset k meets entry h of the image, (kernel, size), in the tensor's dtype."""
+        """Return how often offset k covers entry h of the image, (kernel, size)."""
         return _counts(self, like.dtype, like.device)
 
 
 def windows(layer: Any, a: Float[Tensor, "N C *sizes"]) -> tuple[Window, ...]:
-    """The axes of the input of an nn.Conv1d, Conv2d or Conv3d, in their order."""
+    """Return the windows of the input axes of an nn.Conv1d, Conv2d or Conv3d, in order."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     axes = []
     of_axes = zip(a.shape[2:], layer.kernel_size, layer.stride, layer.dilation, strict=True)
@@ -81,7 +81,7 @@ def windows(layer: Any, a: Float[Tensor, "N C *sizes"]) -> tuple[Window, ...]:
 
 
 def pad(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Tensor:
-    """The image as the kernel sees it, padded in the layer's own mode."""
+    """Return the image, padded in the layer's own mode."""
     widths = []
     for window in reversed(axes):  # F.pad wants the last axis first
         widths += [window.before, window.after]
@@ -91,9 +91,9 @@ def pad(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Tensor:
 def patches(
     a: Float[Tensor, "N C *sizes"], groups: int, *axes: Window
 ) -> Float[Tensor, "G N R d_in"]:
-    """The patch of each position, d_in = channels per group × kernel, for any number of axes.
+    """Return the patch of each position, d_in = channels per group × kernel, for any axes.
 
-    In memory the positions lie last, as in the image, and are copied in long runs.
+    In memory the positions come last, as in the image, and are copied in long runs.
     """
     number = len(axes)
     windowed = _strided_windows(pad(a, *axes), 2, axes).unflatten(1, (groups, -1))
@@ -105,7 +105,7 @@ def patches(
 def patch_rows(
     a: Float[Tensor, "N C *sizes"], groups: int, *axes: Window
 ) -> Float[Tensor, "G M kc"]:
-    """The patches of all images as rows, features in the order (*kernel, channels).
+    """Return the patches of all images as rows, with features in the order (*kernel, channels).
 
     In that order a patch is copied in long runs, which takes a third of the time.
     """
@@ -118,18 +118,18 @@ def patch_rows(
 
 
 def _strided_windows(padded: Tensor, first: int, axes: tuple[Window, ...]) -> Tensor:
-    """A view of an image: an axis's positions in its place, its offsets in another at the end."""
+    """Return a view with an axis's positions in its place, and its offsets at the end."""
     for axis, window in enumerate(axes, start=first):
         padded = padded.unfold(axis, window.reach, window.stride)[..., :: window.dilation]
     return padded
 
 
 def patch_sums(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Float[Tensor, "N C *kernel"]:
-    """The sum of all patches: for each offset of the kernel, the sum of the pixels that it meets.
+    """Return the sum of all patches: for each offset of the kernel, the sum of covered pixels.
 
     This is a box sum, which separates into one product per axis, for all offsets at once. In
-    channels_last the outermost axis in memory comes first, so that the image is read only once: 32
-    images of 64×32×32 take 0.4 ms on two x86-64 cores, unfolding them 31 ms.
+    channels_last the outermost axis in memory comes first, so the image is read only once. 32
+    images of 64×32×32 take 0.4 ms on two x86-64 cores; unfolding them takes 31 ms.
     """
     if len(axes) == 2:
         y, x = axes
@@ -138,8 +138,8 @@ def patch_sums(a: Float[Tensor, "N C *sizes"], *axes: Window) -> Float[Tensor, "
             return y.counts(a) @ (a @ x.counts(a).mT)
         by_row = (y.counts(a) @ rows.flatten(2)).unflatten(2, rows.shape[2:])  # (N, k1, W, C)
         return (x.counts(a) @ by_row).permute(0, 3, 1, 2)
-    # The counts' matrix (kernel, size) of one axis after the other: an entry is in the sum for an
-    # offset as often as the offset meets it.
+    # Multiply by the counts' matrix (kernel, size) of one axis after the other: an entry is in an
+    # offset's sum as often as the offset covers it.
     sums = a
     for axis, window in enumerate(axes[:-1], start=2):
         inner = sums.shape[axis + 1 :]

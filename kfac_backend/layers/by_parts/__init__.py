@@ -1,1 +1,1 @@
-"""Layers of several linear maps, each described by its parts: see `layer_by_parts`."""
+"""Rules of layers that consist of several linear maps, see `layer_by_parts`."""

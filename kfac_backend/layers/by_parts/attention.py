@@ -1,4 +1,4 @@
-"""Multi-head attention by its projections, and transformer layers whose batch axis is second."""
+"""Split multi-head attention into its projections; support layers with the batch axis second."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from kfac_backend.layers.rows import current_rows, examples_of_rows, rows_of_seq
 
 
 class AttentionByParts(LayerByParts):
-    """nn.MultiheadAttention: queries, keys and values are three linear layers, as is the output.
+    """Parts of nn.MultiheadAttention: queries, keys, values and the output are linear layers.
 
-    The block of the packed ``in_proj_weight`` has the three as its groups. Keys that the padding
-    mask hides do not count. All options of the class are supported.
+    The block of the packed ``in_proj_weight`` has queries, keys and values as its groups. Keys that
+    the padding mask hides do not count. All options of the class are supported.
     """
 
     def parts(self, layer: nn.MultiheadAttention) -> dict[str, LinearPart]:
-        """The three input projections; the output projection is a layer itself."""
+        """Return the three input projections; the output projection is a layer itself."""
         bias = None if layer.in_proj_bias is None else "in_proj_bias"
         packed = layer.in_proj_weight is not None
         slots = {"weight": 3, "bias": 3} if packed else {"bias": 3}
@@ -43,7 +43,7 @@ class AttentionByParts(LayerByParts):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention.forward`; a batch is needed."""
+        """Compute `nn.MultiheadAttention.forward`; a batch is needed."""
         if query.dim() != 3:
             raise ValueError(
                 f"nn.MultiheadAttention got queries of shape {tuple(query.shape)}. The curvature "
@@ -51,8 +51,8 @@ class AttentionByParts(LayerByParts):
             )
         if not layer.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        # Step 1: the three input maps, each shown to hooks by itself. Positions that padding hides
-        # are no rows of keys and values, but they are queries as any other.
+        # Step 1: the three input maps, each with its own hooks. Positions that padding hides are no
+        # rows of keys and values, but they are queries like any other.
         with rows_of_sequences(query, layer.batch_first):
             q = parts["query"](query)  # (N, L, E)
         with rows_of_sequences(key, layer.batch_first, key_padding_mask):
@@ -83,26 +83,26 @@ class AttentionByParts(LayerByParts):
 
 
 class SequenceFirst(LayerByParts):
-    """Transformer layers, whose rows' examples are declared where the batch axis is second.
+    """Transformer layers with the batch axis second, which declare their rows' examples.
 
-    Everything inside (linear layers, attention, norms) has a rule of its own, and the forward is
-    the layer's own.
+    The linear layers, attention and norms inside have their own rules, and the forward is the
+    layer's own.
     """
 
     is_checked = False
 
     def parts(self, layer: nn.Module) -> dict[str, LinearPart]:
-        """None: the linear maps and the attention inside are layers themselves."""
+        """Return no parts: the linear maps and the attention inside are layers themselves."""
         return {}
 
     def forward(self, layer: Any, parts: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The layer's own forward."""
+        """Compute the layer's own forward."""
         x: Tensor = args[0] if args else kwargs["src" if "src" in kwargs else "tgt"]
         first = layer.layers[0] if hasattr(layer, "layers") else layer
         original = type(layer).forward
         if first.self_attn.batch_first or x.dim() != 3 or current_rows() is not None:
             return original(layer, *args, **kwargs)
-        # Row (r, n) of the layers inside is example n's.
+        # Row (r, n) of the layers inside belongs to example n.
         R, N = x.shape[:2]
         index = torch.arange(N, device=x.device).expand(R, N)
         with examples_of_rows(index, N, by_roots=False):
@@ -117,7 +117,7 @@ def _attention(
     layer: nn.MultiheadAttention,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attended values (N, h, L, E/h), and the weights (N, h, L, S) if they are needed."""
+    """Return attended values (N, h, L, E/h), and the weights (N, h, L, S) if they are needed."""
     dropout = layer.dropout if layer.training else 0.0
     if not need_weights:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout), None
@@ -134,7 +134,7 @@ def _mask(
     num_heads: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """The mask to add to the scores, broadcastable to (N, h, L, S); None without any."""
+    """Return the mask to add to the scores, broadcastable to (N, h, L, S), or None."""
     masks = []
     if attn_mask is not None:
         mask = _additive(attn_mask, dtype)  # (L, S) or (N·h, L, S)

@@ -1,12 +1,13 @@
-"""Recurrent layers by their linear maps, of the inputs and of the states.
+"""Split recurrent layers into their linear maps, of the inputs and of the states.
 
 All gates are rows of one matrix W_ih for the inputs and one W_hh for the states, and all steps
 share them: time is a shared axis. The equations are those of torch's documentation.
 
-Hooks see each map once, with all steps: a call for each step took two to three times as long. But a
-step's state is known only after the step before. So the steps run twice: first for the values of
-the states, which are the input of one call of the map W_hh; then again on that call's outputs, with
-graphs, where `_Known` takes each step's gradients on to the step before.
+Each map is called once for all steps, because a call for each step took two to three times as long.
+But a step's state is known only after the previous step. So the steps run twice. The first run
+computes the values of the states, which are the input of one call of the map W_hh. The second run
+uses that call's outputs, with graphs, and `_Known` propagates each step's gradients to the previous
+step.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,28 +24,28 @@ from kfac_backend.layers.layer_by_parts import LayerByParts, LinearPart
 from kfac_backend.layers.rows import rows_of_sequences
 
 State = tuple[Tensor, ...]
-"""The output h of a step, and an LSTM's cell c, (N, d) each."""
+"""Output h of a step, and an LSTM's cell c, (N, d) each."""
 
 Map = Callable[[int, Tensor], Tensor]
-"""A linear map in a step, from the step's number and the map's input (N, d)."""
+"""Linear map in a step, of the step's number and the map's input (N, d)."""
 
 
 class PastPart(LinearPart):
-    """A map of values from the first run of the steps; gradients do not go to these."""
+    """Map of constant values from the first run of the steps."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """X Wᵀ + b, where x is a constant."""
+        """Return x Wᵀ + b, where x is a constant."""
         return super().forward(x.detach())
 
 
 class _Known(torch.autograd.Function):
-    """The output y of a map W x + b that is known already, with gradients b to y and Wᵀ b to x."""
+    """Known output y of a map W x + b, with gradients b to y and Wᵀ b to x."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """The map's output y, which is known already."""
+        """Return the map's output y, which is known already."""
         return y.view_as(y)
 
     @staticmethod
@@ -54,19 +55,19 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        """The gradients in y, x and, none, in the weight: its own are those of the map's call."""
+        """Return the gradients of y and x; the weight's come from the map's call."""
         (b,), (weight,) = gradients, ctx.saved_tensors
         return b, b @ weight, None
 
 
 class RecurrentByParts(LayerByParts):
-    """nn.RNN, nn.GRU and nn.LSTM with all options, of sequences (N, T, d) or packed ones.
+    """Parts of nn.RNN, nn.GRU and nn.LSTM with all options, for sequences (N, T, d) or packed ones.
 
     Steps beyond the end of a packed sequence do not count: its length is R_n.
     """
 
     def parts(self, layer: nn.RNNBase) -> dict[str, LinearPart]:
-        """Maps of the inputs, the states and an LSTM's projection, by layer and direction."""
+        """Return the maps of inputs, states and an LSTM's projection, by layer and direction."""
         linear_maps: dict[str, LinearPart] = {}
         for suffix in _suffixes(layer):
             for name, kind, letters in (
@@ -86,8 +87,8 @@ class RecurrentByParts(LayerByParts):
         input: Tensor | PackedSequence,
         hx: Tensor | State | None = None,
     ) -> tuple[Tensor | PackedSequence, Tensor | State]:
-        """As the layer's own forward; a batch is needed. Dropout draws numbers of its own."""
-        # Step 1: sequences (N, T, d), and which of their steps lie beyond the end.
+        """Compute the layer's own forward for a batch. Dropout draws its own random numbers."""
+        # Step 1: sequences (N, T, d), and their steps beyond the end.
         if isinstance(input, PackedSequence):
             x, lengths = pad_packed_sequence(input, batch_first=True)
             lengths = lengths.to(x.device)
@@ -115,7 +116,7 @@ class RecurrentByParts(LayerByParts):
             x = torch.cat(outputs, -1)
             if k + 1 < layer.num_layers:
                 x = F.dropout(x, layer.dropout, layer.training)
-        # Step 3: outputs and last states as the layer returns them.
+        # Step 3: outputs and last states in the layer's format.
         last = tuple(torch.stack(state) for state in zip(*ends, strict=True))
         final = last if layer.mode == "LSTM" else last[0]
         if isinstance(input, PackedSequence):
@@ -124,10 +125,10 @@ class RecurrentByParts(LayerByParts):
 
 
 class CellByParts(LayerByParts):
-    """nn.RNNCell, nn.GRUCell and nn.LSTMCell, whose steps a loop of the model's runs."""
+    """Parts of nn.RNNCell, nn.GRUCell and nn.LSTMCell, whose steps run in the model's loop."""
 
     def parts(self, layer: nn.RNNCellBase) -> dict[str, LinearPart]:
-        """The maps of the input and of the state."""
+        """Return the maps of the input and of the state."""
         return {
             "inputs": LinearPart(layer, "weight_ih", "bias_ih" if layer.bias else None),
             "states": LinearPart(layer, "weight_hh", "bias_hh" if layer.bias else None),
@@ -140,7 +141,7 @@ class CellByParts(LayerByParts):
         input: Tensor,
         hx: Tensor | State | None = None,
     ) -> Tensor | State:
-        """As the layer's own forward; a batch is needed."""
+        """Compute the layer's own forward for a batch."""
         if input.dim() != 2:
             raise _needs_batch(layer, input, "of two axes")
         mode = "LSTM" if isinstance(layer, nn.LSTMCell) else "GRU"
@@ -157,13 +158,13 @@ _PARTS = ("inputs", "states", "projected")
 
 
 def _suffixes(layer: nn.RNNBase) -> list[str]:
-    """How torch names the parameters of each layer and direction."""
+    """Return torch's suffixes of the parameters of each layer and direction."""
     directions = ("", "_reverse") if layer.bidirectional else ("",)
     return [f"_l{k}{direction}" for k in range(layer.num_layers) for direction in directions]
 
 
 def _initial(layer: nn.RNNBase, x: Tensor, hx: Tensor | State | None) -> list[State]:
-    """The state before the first step, of each layer and direction; zero if none is given."""
+    """Return the state before the first step of each layer and direction; zero by default."""
     runs = len(_suffixes(layer))
     if hx is None:
         widths = [layer.proj_size or layer.hidden_size, layer.hidden_size]
@@ -180,10 +181,10 @@ def _run(
     order: Int[Tensor, "N T"] | None,
     differentiable: bool,
 ) -> State:
-    """The states of all steps, (N, T, d) each, in the order of running.
+    """Return the states of all steps, (N, T, d) each, in running order.
 
-    ``order`` has the number of the input that each step reads, and is None for their own order.
-    ``differentiable`` says whether values of the first run keep their graph.
+    ``order`` has the index of the input that each step reads; None means the running order. With
+    ``differentiable`` the values of the first run keep their graph.
     """
     read = _turned(parts["inputs"](x), order).unbind(1)
     maps = [parts[name] for name in _PARTS[1:] if name in parts]
@@ -198,10 +199,10 @@ def _run(
     def second(k: int, t: int, h: Tensor) -> Tensor:
         return _Known.apply(mapped[k][t], h, weights[k])  # pyright: ignore[reportReturnType]
 
-    # Step 1: the inputs of the maps in each step, their values alone.
+    # Step 1: the inputs of the maps in each step, only their values.
     with torch.set_grad_enabled(differentiable):
         _steps(mode, read, state, [partial(first, k) for k in range(len(maps))])
-    # Step 2: the maps of all steps at once, as hooks see them, in the order of the inputs.
+    # Step 2: the maps of all steps at once, with hooks, in the order of the inputs.
     inputs = [_turned(torch.stack(steps, 1), order) for steps in values]
     mapped = [_turned(part(a), order).unbind(1) for part, a in zip(maps, inputs, strict=True)]
     # Step 3: the steps again, with graphs.
@@ -209,7 +210,7 @@ def _run(
 
 
 def _steps(mode: str, read: tuple[Tensor, ...], state: State, maps: list[Map]) -> State:
-    """The states after each step, (N, T, d), from W_ih x + b_ih and the other maps."""
+    """Return the states after each step, (N, T, d), from W_ih x + b_ih and the other maps."""
     of_steps = []
     for t, x in enumerate(read):
         state = _step(mode, x, maps[0](t, state[0]), state)
@@ -220,7 +221,7 @@ def _steps(mode: str, read: tuple[Tensor, ...], state: State, maps: list[Map]) -
 
 
 def _step(mode: str, x: Tensor, h: Tensor, state: State) -> State:
-    """The next state, from x = W_ih x + b_ih and h = W_hh h + b_hh, (N, gates · d)."""
+    """Return the next state from x = W_ih x + b_ih and h = W_hh h + b_hh, (N, gates · d)."""
     if mode == "LSTM":
         i, f, g, o = (x + h).chunk(4, 1)
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
@@ -238,7 +239,7 @@ def _turned(x: Float[Tensor, "N T d"], order: Int[Tensor, "N T"] | None) -> Tens
 
 
 def _packed(x: Float[Tensor, "N T d"], lengths: Tensor, like: PackedSequence) -> PackedSequence:
-    """Sequences, packed as others of the same lengths were."""
+    """Pack sequences like others of the same lengths."""
     order = like.sorted_indices
     x, lengths = (x, lengths) if order is None else (x[order], lengths[order])
     return PackedSequence(pack_padded_sequence(x, lengths.cpu(), True).data, *like[1:])
@@ -246,6 +247,6 @@ def _packed(x: Float[Tensor, "N T d"], lengths: Tensor, like: PackedSequence) ->
 
 def _needs_batch(layer: nn.Module, x: Tensor, request: str) -> ValueError:
     return ValueError(
-        f"nn.{type(layer).__name__} got an input of shape {tuple(x.shape)}; the curvature needs a "
-        f"batch {request}."
+        f"nn.{type(layer).__name__} got an input of shape {tuple(x.shape)}, but the curvature "
+        f"needs a batch {request}."
     )
