@@ -1,7 +1,7 @@
-"""The matrix that the factors approximate, defined by vectors at the outputs.
+"""Define the matrix that the factors approximate, by vectors at the outputs.
 
-The block of a layer is Σ_v b_v b_vᵀ ⊗ ..., where b_v is the backward pass of a vector v at the
-outputs to the layer's output. Vectors with Σ_v v vᵀ = Λ, the loss Hessian of each term, or an
+The block of a layer is Σ_v b_v b_vᵀ ⊗ ..., where b_v is the gradient at the layer's output from a
+backward pass with v at the outputs. Vectors with Σ_v v vᵀ = Λ, the loss Hessian of each term, or an
 estimate of it, therefore define a matrix. An option names one of the classes. A new class with a
 name is another choice for ``CurvatureOptions(fisher=...)``.
 """
@@ -40,7 +40,7 @@ class Fisher(ABC):
     computes anyway."""
 
     by_name: ClassVar[dict[str, type["Fisher"]]] = {}
-    """Name -> class."""
+    """Maps names to classes."""
 
     mc_samples: int = 1
 
@@ -90,8 +90,8 @@ class Fisher(ABC):
         for column in self.columns(likelihood, at_least_float32(f), y, generator):
             if counted is not None:
                 column = column.masked_fill(~counted[..., None], 0.0)
-            # Several terms in one vector add the products of different terms to v vᵀ, which
-            # vanish on average where they are drawn.
+            # A vector with several terms adds the products of different terms to v vᵀ. For drawn
+            # vectors they vanish on average.
             if self.draws or column.dim() == 2:
                 yield column
             else:
@@ -106,11 +106,11 @@ class ExactGGN(Fisher):
     def columns(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> Iterator[Tensor]:
-        """The columns s of the root S, Σ s sᵀ = Λ."""
+        """Yield the columns s of the root S, Σ s sᵀ = Λ."""
         return likelihood.root(f, y)
 
     def num_passes(self, likelihood: Likelihood, f: Tensor) -> int:
-        """A pass for each column of S, for each loss term of an example."""
+        """Return one pass for each column of S and each loss term of an example."""
         return f[0, ..., 0].numel() * likelihood.num_vectors(f.shape[-1])
 
 
@@ -127,7 +127,7 @@ class DrawnLabels(Fisher):
     def columns(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> Iterator[Tensor]:
-        """``mc_samples`` drawn gradients, each over √mc_samples."""
+        """Yield ``mc_samples`` drawn gradients, each over √mc_samples."""
         draw = likelihood.drawn_root if f.requires_grad else likelihood.drawn_gradient
         for _ in range(self.mc_samples):
             drawn = draw(f, y, generator)
@@ -148,7 +148,7 @@ class RandomSigns(Fisher):
     def columns(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> Iterator[Tensor]:
-        """``mc_samples`` vectors S ε, each over √mc_samples; differentiable in f."""
+        """Yield ``mc_samples`` vectors S ε, each over √mc_samples; differentiable in f."""
         for _ in range(self.mc_samples):
             drawn = likelihood.drawn_root(f, y, generator)
             yield drawn if self.mc_samples == 1 else drawn / self.mc_samples**0.5
@@ -163,22 +163,22 @@ class EmpiricalFisher(Fisher):
     def columns(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> Iterator[Tensor]:
-        """The gradient of the loss."""
+        """Yield the gradient of the loss."""
         yield likelihood.gradient(f, y)
 
     def num_passes(self, likelihood: Likelihood, f: Tensor) -> int:
-        """A pass for each loss term of an example."""
+        """Return one pass for each loss term of an example."""
         return f[0, ..., 0].numel()
 
 
 def _one_term_at_a_time(
     vector: Float[Tensor, "N *terms C"], counted: Tensor | None
 ) -> Iterator[Tensor]:
-    """A copy of the vector for each term, zero elsewhere, but for those that count nowhere."""
+    """Yield the vector for each term that counts anywhere, with zeros at other terms."""
     terms = vector.flatten(1, -2)  # (N, T, C)
     chosen = range(terms.shape[1])
     if counted is not None:
-        # The first at least, so that the layers' gradients are zero and not missing.
+        # Yield at least the first one, so that the layers' gradients are zero and not missing.
         chosen = counted.flatten(1).any(0).nonzero().flatten().tolist() or [0]
     for t in chosen:
         only = torch.zeros_like(terms)

@@ -1,18 +1,18 @@
-"""Likelihoods p(y|f): what the outputs f of a network say about targets y.
+"""Likelihoods p(y|f) of targets y for outputs f of a network.
 
 Each likelihood is a frozen dataclass, whose fields are its options: `StudentT(df=4)`. It has a
 name, and `likelihood_of` makes it from a text such as "student_t(df=4)", which `str` returns.
-Public functions take either and make the object once; all others take the object.
+Public functions accept both and make the object once; all other functions take the object.
 
-Outputs f are (N, C), or (N, ..., C) where an example has several loss terms, one for each position
-in ``...``. The loss is ℓ = −log p(y|f) in nats; those of classification, regression and bernoulli
-are up to constants.
+Outputs f are (N, C), or (N, ..., C) if an example has several loss terms, one for each position in
+``...``. The loss is ℓ = −log p(y|f) in nats. For classification, regression and bernoulli it omits
+constants.
 
-All that depends on the likelihood is here. Training takes `Likelihood.loss`. The curvature takes a
-square root S of Λ, S Sᵀ = Λ, or gradients at targets that are drawn or the data's own. Λ is the
-Hessian ∇²_f ℓ where that does not depend on y and so is positive semi-definite; elsewhere it is
-the Fisher information E_y[∇_f ℓ ∇_f ℓᵀ], or what the class says. Predictions take
-`log_probabilities`, or `moments`; metrics of numbers also `log_density` and `cdf`.
+This module contains all code that depends on the likelihood. Training uses `Likelihood.loss`. The
+curvature uses a square root S of Λ, S Sᵀ = Λ, or gradients at drawn targets or at the data's own. Λ
+is the Hessian ∇²_f ℓ if that does not depend on y and so is positive semi-definite. Otherwise it is
+the Fisher information E_y[∇_f ℓ ∇_f ℓᵀ], unless the class says something else. Predictions use
+`log_probabilities`, or `moments`; metrics of continuous targets also use `log_density` and `cdf`.
 """
 
 import ast
@@ -35,70 +35,68 @@ Moments = tuple[Tensor, Tensor, Tensor]
 Observed = tuple[Tensor, Tensor, Bool[Tensor, "..."] | None]
 
 IGNORED = -100
-"""The label of terms that add neither loss nor curvature, such as padding, as in PyTorch's losses
-and Hugging Face's models. `Task` replaces another label that a data set marks them by."""
+"""Label of terms that add neither loss nor curvature, such as padding, as in PyTorch's losses and
+Hugging Face's models. `Task` replaces a data set's own label for such terms by this one."""
 
 LARGEST_DRAW = 2**19
-"""Number of probabilities, over some loss terms, from which labels are drawn at once."""
+"""Maximum number of probabilities from which labels are drawn at once, over several loss terms."""
 
 CLASSES_OF_BLOCK = 256
-"""Classes in a block, where labels are drawn in two steps."""
+"""Number of classes in a block, if labels are drawn in two steps."""
 
-EULER = 0.5772156649015329  # −E log of an exponential number
+EULER = 0.5772156649015329  # −E log of an exponential random number
 
 MANY_CLASSES = 1024
-"""Number of classes from which on a label is drawn in two steps: a block, then a class in it."""
+"""Minimum number of classes for drawing a label in two steps: a block, then a class in it."""
 
 
 def parameter(default: Any, *, above: float = 0.0) -> Any:
-    """A field for a continuous parameter of a likelihood, which is None where it is not given.
+    """Field for a continuous parameter of a likelihood; None if it is not given.
 
-    `PriorLearner` learns by the evidence what is not given.
+    `PriorLearner` learns parameters that are not given, by the evidence.
 
     Args:
-        default: the value that stands for None, and that learning starts from; a list if there is a
-            number for each output.
-        above: what the numbers must exceed.
+        default: value for None, and start of learning; a list for one value per output.
+        above: exclusive lower bound of the values.
     """
     return field(default=None, metadata={"default": default, "above": above})
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """A likelihood; its fields are its options.
+    """Base class of likelihoods. Its fields are its options.
 
-    A continuous parameter that is None, such as ``StudentT().df``, is not given: a fit takes its
+    A continuous parameter with value None, such as ``StudentT().df``, is not given: a fit uses its
     default, and `PriorLearner` learns it.
 
-    Likelihoods are equal if their class and options are. ``str`` returns a text from which
-    `likelihood_of` makes an equal one, and as that text they are saved.
+    Likelihoods are equal if their class and options are equal. ``str`` returns a text from which
+    `likelihood_of` makes an equal one. Files store this text.
 
-    One of your own is a subclass with a ``name`` and `losses`, and with `moments` (continuous) or
-    `log_probabilities` (others) for predictions; if it has options, a frozen dataclass, too.
-    The rest follows by autograd. Λ is then the Hessian at the data's targets with its negative
-    eigenvalues set to 0, so that it is positive semi-definite also where ℓ is not convex in f.
+    To add a likelihood, derive a class with a ``name`` and `losses`. For predictions it also needs
+    `moments` (continuous) or `log_probabilities` (others). If it has options, make it a frozen
+    dataclass, too. Autograd computes the rest. Λ is then the Hessian at the data's targets with its
+    negative eigenvalues set to 0, so it is positive semi-definite even if ℓ is not convex in f.
     """
 
     name: ClassVar[str]
-    """How it is asked for."""
+    """Name of the likelihood in options."""
     kind: ClassVar[Literal["classes", "binary", "continuous"]] = "continuous"
-    """What is predicted: the class of each loss term, yes or no for each output, or numbers."""
+    """Kind of prediction: the class of each loss term, yes or no for each output, or numbers."""
     has_labels: ClassVar[bool] = False
-    """Whether targets are the indices of classes, one for each loss term; others have one more
-    axis."""
+    """Whether targets are class indices, one for each loss term. Others have one more axis."""
     has_sigma: ClassVar[bool] = False
-    """Whether there is a noise σ besides, which divides the loss and its Hessian by σ²."""
+    """Whether there is also a noise σ, which divides the loss and its Hessian by σ²."""
     needs_targets: ClassVar[bool] = True
     """Whether Λ depends on the data's targets."""
     has_probit: ClassVar[bool] = True
-    """Whether link "probit" approximates the mean of the probabilities."""
+    """Whether the link "probit" approximates the mean of the probabilities."""
     has_label_noise: ClassVar[bool] = False
-    """Whether ``noise`` is the share of labels that were drawn at random."""
+    """Whether ``noise`` is the share of labels that are drawn at random."""
     is_count: ClassVar[bool] = False
-    """Whether the numbers are whole."""
+    """Whether the targets are whole numbers."""
     parameters: ClassVar[Mapping[str, Tensor]]
-    """The values of the fields made by `parameter`, float64, by name. The loss and Λ can be
-    differentiated in those of `with_parameters`."""
+    """Values of the fields made by `parameter`, float64, by name. The loss and Λ are differentiable
+    with respect to those of `with_parameters`."""
 
     _by_name: ClassVar[dict[str, type["Likelihood"]]] = {}
 
@@ -108,7 +106,7 @@ class Likelihood:
             Likelihood._by_name[cls.name] = cls
 
     def __post_init__(self) -> None:
-        """Check the parameters; subclasses check their other options.
+        """Check the parameters. Subclasses check their other options.
 
         Raises:
             ValueError: a value that is not supported.
@@ -130,13 +128,13 @@ class Likelihood:
         object.__setattr__(self, "parameters", parameters)
 
     def __str__(self) -> str:
-        """The name and the options that are given, as `likelihood_of` reads them."""
+        """Return the name and the given options, as read by `likelihood_of`."""
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.name}({options})" if options else self.name
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as plain data."""
+        """Options that differ from their defaults, as plain data."""
         return {
             option.name: list(value) if isinstance(value, tuple) else value
             for option in fields(self)
@@ -144,20 +142,20 @@ class Likelihood:
         }
 
     def replace(self, **options: Any) -> "Likelihood":
-        """The same with other values of some options."""
+        """Return a copy with other values of some options."""
         return dataclasses.replace(self, **options)
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> Self:
-        """A copy that computes with these tensors in place of some `parameters`.
+        """Return a copy that computes with these tensors instead of some `parameters`.
 
-        Its fields, and so its text, stay as they are; `replace` changes these.
+        Its fields, and so its text, stay unchanged; `replace` changes these.
         """
         other = copy(self)
         object.__setattr__(other, "parameters", {**self.parameters, **parameters})
         return other
 
     def to_learn(self) -> dict[str, Any]:
-        """The parameters that are not given, with the values from which learning starts."""
+        """Parameters that are not given, with the values at which learning starts."""
         return {
             option.name: option.metadata["default"]
             for option in fields(self)
@@ -165,15 +163,15 @@ class Likelihood:
         }
 
     def lower_bounds(self) -> dict[str, float]:
-        """What each parameter must exceed."""
+        """Exclusive lower bound of each parameter."""
         return {f.name: f.metadata["above"] for f in fields(self) if f.metadata}
 
     def num_vectors(self, C: int) -> int:
-        """The number of columns of `root` at C outputs."""
+        """Return the number of columns of `root` for C outputs."""
         return C
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """The shape of the targets of outputs (N, ..., C)."""
+        """Return the shape of the targets for outputs (N, ..., C)."""
         return f.shape
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
@@ -205,16 +203,16 @@ class Likelihood:
             )
 
     def losses(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Tensor:
-        """ℓ of each target (nats), (*terms, C), or (*terms, 1) of labels."""
+        """Return ℓ of each target (nats), (*terms, C), or (*terms, 1) for labels."""
         raise NotImplementedError
 
     def loss(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Tensor:
-        """Σ ℓ over all terms that count, a scalar (nats)."""
+        """Return Σ ℓ over all terms that count, a scalar (nats)."""
         return self.losses(f, y).sum()
 
     def root(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Iterator[Float[Tensor, "*terms C"]]:
-        """The columns s of S with Σ s sᵀ = Λ."""
-        # Term by term, since different terms have no common second derivative: (C, C) each, and not
+        """Yield the columns s of S with Σ s sᵀ = Λ."""
+        # Term by term, because different terms have no common second derivative: (C, C) each, not
         # the matrix of all outputs.
         one = torch.func.hessian(lambda f_t, y_t: self.loss(f_t[None], y_t[None]))
         hessians = torch.func.vmap(one)(f.flatten(0, -2), y.flatten(0, f.dim() - 2))  # (M, C, C)
@@ -225,14 +223,14 @@ class Likelihood:
     def drawn_root(
         self, f: Float[Tensor, "*terms C"], y: Tensor, generator: torch.Generator | None
     ) -> Float[Tensor, "*terms C"]:
-        """S ε with random signs ε, so that E[S ε εᵀ Sᵀ] = Λ; differentiable in f."""
+        """Return S ε with random signs ε, so that E[S ε εᵀ Sᵀ] = Λ; differentiable in f."""
         draws = [s * _random_signs(s[..., :1], generator) for s in self.root(f, y)]
         return torch.stack(draws).sum(0)
 
     def gradient(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Float[Tensor, "*terms C"]:
-        """∇_f ℓ at the targets y."""
+        """Return ∇_f ℓ at the targets y."""
         with torch.enable_grad():
-            # Without a graph that is wanted, f is cut off: the network must not be walked through.
+            # Detach f unless a graph is needed, so that autograd does not go through the network.
             at = f if f.requires_grad else f.detach().requires_grad_()
             (gradient,) = torch.autograd.grad(self.loss(at, y), at, create_graph=f.requires_grad)
         return gradient
@@ -240,55 +238,56 @@ class Likelihood:
     def drawn_gradient(
         self, f: Float[Tensor, "*terms C"], y: Tensor, generator: torch.Generator | None
     ) -> Float[Tensor, "*terms C"]:
-        """A random vector g with E[g gᵀ] = Λ: S ε, or ∇_f ℓ at labels drawn from p(y|f)."""
+        """Return a random g with E[g gᵀ] = Λ: S ε, or ∇_f ℓ at labels drawn from p(y|f)."""
         return self.drawn_root(f, y, generator)
 
     def log_probabilities(self, f: Float[Tensor, "*terms C"]) -> Tensor:
-        """Log p of each class, (*terms, K), or of no and yes at each output, (*terms, C, 2)."""
+        """Return log p of each class (*terms, K), or of no and yes per output (*terms, C, 2)."""
         raise NotImplementedError(f"likelihood '{self}' has no log_probabilities; define them.")
 
     def predicted(self, f: Float[Tensor, "*terms C"]) -> Int[Tensor, "*terms"]:
-        """The most probable class of each term."""
+        """Return the most probable class of each term."""
         return self.log_probabilities(f).argmax(-1)
 
     def moments(self, f: Float[Tensor, "*terms C"], variance: Tensor, sigma: Tensor) -> Moments:
-        """For outputs N(f, variance): E[y], E[Var(y|f)] and Var(E[y|f]) of each number y.
+        """For outputs N(f, variance), return E[y], E[Var(y|f)] and Var(E[y|f]) of each number y.
 
         Args:
             f: means of the outputs.
-            variance: of each output.
-            sigma: σ, where there is one.
+            variance: variance of each output.
+            sigma: σ, if the likelihood has one.
         """
         raise NotImplementedError(f"likelihood '{self}' has no moments; define them to predict.")
 
     def observed(self, y: Tensor, variance: Tensor) -> Observed:
-        """What predictions are compared with: the numbers or labels in targets.
+        """Return the observed part of targets for comparison with predictions.
 
         Args:
             y: targets.
-            variance: of the numbers' predictions.
+            variance: variance of the numbers' predictions.
 
         Returns:
-            Numbers or labels; the variance with what the targets say about it; and which numbers
-            are censored: the true ones are larger. None if none can be.
+            Numbers or labels; the variance, including known noise of the targets; and a mask of
+                censored numbers, whose true values are larger. The mask is None if numbers cannot
+                be censored.
         """
         return y, variance, None
 
     def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Log density of numbers y (nats), in the family that has these two moments."""
+        """Return the log density of numbers y (nats), in the family with these two moments."""
         return -0.5 * ((y - mean).square() / variance + (2 * math.pi * variance).log())
 
     def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """The probability of numbers up to y, in that family."""
+        """Return the probability of numbers up to y, in the family with these two moments."""
         return torch.special.ndtr((y - mean) / variance.sqrt())
 
     def log_score(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Log p(y) of targets under predictions: their `log_density`, of censored ones log P(> y).
+        """Return log p(y) under predictions: `log_density`, or log P(> y) for censored targets.
 
         Args:
             y: targets.
-            mean: of the numbers' predictions.
-            variance: the same, with the noise.
+            mean: mean of the numbers' predictions.
+            variance: their variance, including the noise.
         """
         number, variance, censored = self.observed(y, variance)
         density = self.log_density(number, mean, variance)
@@ -299,11 +298,11 @@ class Likelihood:
         return torch.where(censored, beyond, density)
 
     def ranks(self, y: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """The ends of the ranks P(< number) to P(<= number) of targets in their predictions.
+        """Return the ranks P(< number) and P(<= number) of targets in their predictions.
 
-        Those of draws from the predictions are evenly spread over 0 to 1. A censored number's end
-        at 1, and a count's are as far apart as it is probable. Sources: Czado, Gneiting & Held 2009
-        (Biometrics 65) for counts; Haider et al. 2020 (arXiv:1811.11347) for censored numbers.
+        For targets drawn from the predictions they are uniform over 0 to 1. A censored number's
+        second rank is 1. A count's ranks differ by its probability. Sources: Czado, Gneiting & Held
+        2009 (Biometrics 65) for counts; Haider et al. 2020 (arXiv:1811.11347) for censored numbers.
         """
         number, variance, censored = self.observed(y, variance)
         at = self.cdf(number, mean, variance)
@@ -312,16 +311,16 @@ class Likelihood:
 
 
 class Diagonal(Likelihood):
-    """A likelihood whose Λ is diagonal; subclasses say `diagonal`."""
+    """Base class of likelihoods with a diagonal Λ. Subclasses define `diagonal`."""
 
     needs_targets = False
 
     def diagonal(self, f: Float[Tensor, "*terms C"], y: Tensor) -> Float[Tensor, "*terms C"]:
-        """The diagonal of Λ."""
+        """Return the diagonal of Λ."""
         raise NotImplementedError
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """A column for each output."""
+        """Yield a column for each output."""
         scale = self._scale(f, y)
         for c in range(f.shape[-1]):
             column = torch.zeros_like(f)
@@ -329,30 +328,30 @@ class Diagonal(Likelihood):
             yield column
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The root times a random sign for each output."""
+        """Return the root times a random sign for each output."""
         return self._scale(f, y) * _random_signs(f, generator)
 
     def _scale(self, f: Tensor, y: Tensor) -> Tensor:
-        """√ of the diagonal; the root of 0 has no derivative."""
+        """Return √ of the diagonal. The root of 0 has no derivative."""
         return self.diagonal(f, y).clamp(min=torch.finfo(f.dtype).tiny).sqrt()
 
 
 class _Labels(Likelihood):
-    """A likelihood of classes: a label for each loss term."""
+    """Base class of likelihoods of classes, with a label for each loss term."""
 
     kind = "classes"
     has_labels = True
     needs_targets = False
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """A label for each term."""
+        """Return the labels' shape: one for each term."""
         return f.shape[:-1]
 
 
 class _Softmax(_Labels):
-    """A likelihood of classes with probabilities p = softmax(f), for each loss term.
+    """Base class of likelihoods of classes with p = softmax(f), for each loss term.
 
-    Its dataclasses have a field ``weights``, of the classes.
+    Its dataclasses have a field ``weights``, the class weights.
     """
 
     weights: Sequence[float] | None
@@ -373,7 +372,7 @@ class _Softmax(_Labels):
             raise ValueError(f"smoothing must be in [0, 1), not {self.smoothing!r}")
 
     def _with_weight(self, vector: Tensor, y: Tensor) -> Tensor:
-        """A vector times √h, where the weighted Λ is h (diag(p) − ppᵀ)."""
+        """Return a vector times √h, where the weighted Λ is h (diag(p) − ppᵀ)."""
         if self.weights is None and self.smoothing == 0:
             return vector
         C, eps = vector.shape[-1], self.smoothing
@@ -421,24 +420,24 @@ class _Softmax(_Labels):
             )
 
     def predicted(self, f: Tensor) -> Tensor:
-        """The most probable class of each term."""
+        """Return the most probable class of each term."""
         return f.argmax(-1)
 
     def log_probabilities(self, f: Tensor) -> Tensor:
-        """The log softmax of f."""
+        """Return the log softmax of f."""
         return torch.log_softmax(f, -1)
 
 
 @dataclass(frozen=True)
 class Classification(_Softmax):
-    """A class index for each loss term, by the softmax of its C logits.
+    """Likelihood of a class index for each loss term, by the softmax of its C logits.
 
     Args:
-        weights: of the classes, w; the loss of label y counts w_y times.
-        smoothing: ε; the loss is that of labels of which ε is spread evenly over all classes. With
-            weights, each class's part has its own, as in `torch.nn.CrossEntropyLoss`.
+        weights: class weights w; the loss of label y counts w_y times.
+        smoothing: ε; the loss is that of labels with a share ε spread evenly over all classes. With
+            weights, each class's part has its own weight, as in `torch.nn.CrossEntropyLoss`.
 
-    With either, exp(−ℓ) is no probability, and the evidence is that of a pseudo-likelihood.
+    With either option exp(−ℓ) is no probability, and the evidence belongs to a pseudo-likelihood.
     """
 
     name = "classification"
@@ -446,15 +445,15 @@ class Classification(_Softmax):
     smoothing: float = 0.0
 
     def num_vectors(self, C: int) -> int:
-        """C − 1, the rank of diag(p) − ppᵀ."""
+        """Return C − 1, the rank of diag(p) − ppᵀ."""
         return C - 1
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """The loss log Σ_c exp f_c − f_y, with weights and smoothing; 0 where y is `IGNORED`."""
+        """Return log Σ_c exp f_c − f_y, with weights and smoothing; 0 where y is `IGNORED`."""
         return self.loss(f, y, "none").view(*f.shape[:-1], 1)
 
     def loss(self, f: Tensor, y: Tensor, reduction: str = "sum") -> Tensor:
-        """The sum of `losses`, in one operation: each step of training asks for it."""
+        """Return the sum of `losses`, in one operation, because each training step needs it."""
         w = None if self.weights is None else f.new_tensor(self.weights)
         return F.cross_entropy(
             f.flatten(0, -2),
@@ -466,22 +465,22 @@ class Classification(_Softmax):
         )
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """The C − 1 columns of the Cholesky factor of diag(p) − ppᵀ, with p in descending order.
+        """Yield the C − 1 columns of the Cholesky factor of diag(p) − ppᵀ, with p descending.
 
-        With t_j = Σ_{k≥j} p_k: S_jj = √(p_j t_{j+1} / t_j), and S_ij = −p_i / t_{j+1} · S_jj for
-        i > j.
+        With t_j = Σ_{k≥j} p_k: S_jj = √(p_j t_{j+1} / t_j), and S_ij = −p_i / t_{j+1} · S_jj for i
+        > j.
         """
         p = torch.softmax(f, dim=-1)
         in_order, order = p.sort(dim=-1, descending=True)
         place = order.argsort(-1)  # of each class in that order
-        # Cumulative sums from the smallest probability up, read backwards: t_j. Computed as
-        # 1 − Σ_{k<j} p_k they would cancel.
+        # Cumulative sums from the smallest probability up, read backwards: t_j. The form 1 −
+        # Σ_{k<j} p_k would cancel.
         t = in_order.flip(-1).cumsum(-1).flip(-1)
         tiny = torch.finfo(p.dtype).tiny  # where probabilities underflow, columns are 0, not 0 / 0
         p_j, t_j, t_next = in_order[..., :-1], t[..., :-1], t[..., 1:]
         first = (p_j * (t_next / t_j.clamp(min=tiny))).clamp(min=tiny).sqrt()  # S_jj
         t_next = t_next.clamp(min=tiny)
-        # Several columns at once, (columns, *terms, C), and class by class as in f.
+        # Several columns at once, (columns, *terms, C), in the classes' order of f.
         number, size = p.shape[-1] - 1, max(1, LARGEST_DRAW // max(1, p.numel()))
         for start in range(0, number, size):
             some = slice(start, min(start + size, number))
@@ -491,34 +490,34 @@ class Classification(_Softmax):
             yield from self._with_weight(torch.where(place == j, S_jj, columns), y)
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The draw (diag(√p) − p √pᵀ) ε."""
+        """Return the draw (diag(√p) − p √pᵀ) ε."""
         p = torch.softmax(f, dim=-1)
         scaled = p.clamp(min=torch.finfo(f.dtype).tiny).sqrt() * _random_signs(f, generator)
         scaled = torch.addcmul(scaled, p, scaled.sum(-1, keepdim=True), value=-1)
         return self._with_weight(scaled, y)
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The gradient p − e_ŷ with labels ŷ drawn from p."""
+        """Return the gradient p − e_ŷ with labels ŷ drawn from p."""
         p = torch.softmax(f, dim=-1)
         labels = _drawn(p.flatten(0, -2), generator).view(*f.shape[:-1], 1)
-        # Over p, since one-hot integers would take twice its memory.
+        # Write into p, because one-hot integers would take twice its memory.
         g = p.scatter_add_(-1, labels, -torch.ones_like(p[..., :1]))
         return self._with_weight(g, y)
 
 
 @dataclass(frozen=True)
 class NoisyClassification(_Softmax):
-    """A class index that was replaced, with probability ε, by one drawn from all C classes.
+    """Likelihood of a class index that was replaced, with probability ε, by a random one.
 
-    p(y|f) = q_y = (1 − ε) p_y + ε/C with p = softmax(f), and ℓ = −log q_y ≤ log(C/ε): a label that
-    contradicts all others is given up instead of being fitted. If a share w of the labels was
+    p(y|f) = q_y = (1 − ε) p_y + ε/C with p = softmax(f). The loss ℓ = −log q_y is at most log(C/ε),
+    so the fit can give up a label that contradicts all others. If a share w of the labels was
     changed to another class, ε = w C/(C − 1). Λ is the Fisher information, Σ_c s_c s_cᵀ with s_c =
-    (1 − ε) p_c (e_c − p)/√q_c; at ε = 0 it is that of `Classification`. Predictions are of the true
-    class, p. Source: the "random label" model of Angluin & Laird 1988 (Machine Learning 2).
+    (1 − ε) p_c (e_c − p)/√q_c. At ε = 0 it equals Λ of `Classification`. Predictions are of the
+    true class, p. Source: the "random label" model of Angluin & Laird 1988 (Machine Learning 2).
 
     Args:
-        noise: ε in [0, 1); 0 where it is neither given nor learned.
-        weights: of the classes, w; the loss of label y counts w_y times.
+        noise: ε in [0, 1); 0 if it is neither given nor learned.
+        weights: class weights w; the loss of label y counts w_y times.
     """
 
     name = "noisy_classification"
@@ -534,11 +533,11 @@ class NoisyClassification(_Softmax):
         super().__post_init__()
 
     def num_vectors(self, C: int) -> int:
-        """One for each class; without noise C − 1."""
+        """Return C, or C − 1 without noise."""
         return C if self.parameters["noise"] else C - 1
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """The loss −log q_y, w_y times; 0 where y is `IGNORED`."""
+        """Return −log q_y, w_y times; 0 where y is `IGNORED`."""
         counts = y != IGNORED
         label = y.long().where(counts, 0)[..., None]
         log_q = self.observed_log_probabilities(torch.log_softmax(f, -1)).gather(-1, label)
@@ -549,11 +548,11 @@ class NoisyClassification(_Softmax):
     def observed_log_probabilities(
         self, log_p: Float[Tensor, "*terms C"]
     ) -> Float[Tensor, "*terms C"]:
-        """Log q, of the label as it would be observed, from log p of the true class."""
+        """Return log q of the observed label, from log p of the true class."""
         return with_label_noise(log_p, self.parameters["noise"].to(log_p), log_p.shape[-1])
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """The columns s_c; without noise those of `Classification`, to the bit."""
+        """Yield the columns s_c; without noise those of `Classification`, to the bit."""
         if self._is_without_noise:
             yield from Classification(weights=self.weights).root(f, y)
             return
@@ -564,7 +563,7 @@ class NoisyClassification(_Softmax):
             yield self._with_weight(column, y)
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The draw Σ_c s_c ε_c; without noise that of `Classification`, to the bit."""
+        """Return Σ_c s_c ε_c; without noise the draw of `Classification`, to the bit."""
         if self._is_without_noise:
             return Classification(weights=self.weights).drawn_root(f, y, generator)
         p, scale = self._scaled(f)
@@ -572,7 +571,7 @@ class NoisyClassification(_Softmax):
         return self._with_weight(scaled - p * scaled.sum(-1, keepdim=True), y)
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The gradient −(1 − ε) p_ŷ (e_ŷ − p)/q_ŷ with labels ŷ drawn from q."""
+        """Return −(1 − ε) p_ŷ (e_ŷ − p)/q_ŷ with labels ŷ drawn from q."""
         p = torch.softmax(f, -1)
         eps = self.parameters["noise"].to(f)
         q = (1 - eps) * p + eps / f.shape[-1]
@@ -582,12 +581,12 @@ class NoisyClassification(_Softmax):
 
     @property
     def _is_without_noise(self) -> bool:
-        """Whether ε is 0 and held fixed."""
+        """Whether ε is fixed at 0."""
         noise = self.parameters["noise"]
         return not noise.requires_grad and not noise
 
     def _scaled(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """The probabilities p, and (1 − ε) p_c/√q_c; where p underflows the root is 0, not 0/0."""
+        """Return p, and (1 − ε) p_c/√q_c; if p underflows the root is 0, not 0/0."""
         p, eps = torch.softmax(f, -1), self.parameters["noise"].to(f)
         p = p.clamp(min=torch.finfo(p.dtype).tiny)
         return p, (1 - eps) * p / ((1 - eps) * p + eps / f.shape[-1]).sqrt()
@@ -595,12 +594,14 @@ class NoisyClassification(_Softmax):
 
 @dataclass(frozen=True)
 class Ordinal(Diagonal, _Labels):
-    """One of K classes in an order, by one output f: p(y ≤ k) = s(c_k − f), s the logistic.
+    """Likelihood of one of K ordered classes, by one output f: p(y ≤ k) = s(c_k − f).
 
-    Λ is the Fisher information. Source: McCullagh 1980, "Regression models for ordinal data".
+    s is the logistic function. Λ is the Fisher information. Source: McCullagh 1980, "Regression
+    models for ordinal data".
 
     Args:
-        cuts: the K − 1 cut points c, ascending. They are fixed; the bias of f and its scale fit.
+        cuts: the K − 1 cut points c, ascending. They are fixed; the network fits the bias and scale
+            of f.
     """
 
     name = "ordinal"
@@ -616,7 +617,7 @@ class Ordinal(Diagonal, _Labels):
             raise ValueError(f"cuts must be a list of finite, ascending numbers, not {cuts!r}")
 
     def _intervals(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """The lower and the upper cut point of each class, (K,)."""
+        """Return the lower and the upper cut point of each class, (K,)."""
         points = f.new_tensor([-math.inf, *self.cuts, math.inf])
         return points[:-1], points[1:]
 
@@ -630,58 +631,61 @@ class Ordinal(Diagonal, _Labels):
         Classification().check(f.expand(*f.shape[:-1], K), y, may_ignore)
 
     def log_probabilities(self, f: Tensor) -> Tensor:
-        """Log (s(c_k − f) − s(c_{k−1} − f)) without cancellation, (*terms, K)."""
+        """Return log (s(c_k − f) − s(c_{k−1} − f)) without cancellation, (*terms, K)."""
         low, high = self._intervals(f)
         width = torch.log1p(-(low - high).exp())
         return F.logsigmoid(high - f) + F.logsigmoid(f - low) + width
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """The loss −log p_y, 0 where the label does not count; (*terms, 1)."""
-        # What is out of range is reported by `check`, perhaps later, and must not stop a GPU now.
+        """Return −log p_y, 0 where the label does not count; (*terms, 1)."""
+        # `check` reports labels out of range, perhaps later, and they must not stop a GPU now.
         labels = y.long().clamp(0, len(self.cuts)).expand(f.shape[:-1])[..., None]
         return -self.log_probabilities(f).gather(-1, labels).where((y != IGNORED)[..., None], 0.0)
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """E[(dℓ/df)²], over the classes."""
+        """Return E[(dℓ/df)²], over the classes."""
         low, high = self._intervals(f)
         slopes = torch.sigmoid(f - high) - torch.sigmoid(low - f)
         return (self.log_probabilities(f).exp() * slopes.square()).sum(-1, keepdim=True)
 
 
 class Regression(Diagonal):
-    """A number for each output: N(y; f, σ²). At σ = 1 its loss is ½‖y − f‖², without constants."""
+    """Likelihood of a number for each output: N(y; f, σ²).
+
+    At σ = 1 its loss is ½‖y − f‖², without constants.
+    """
 
     name = "regression"
     has_sigma = True
 
     def _relative_noise(self, f: Tensor) -> Tensor:
-        """The factor s of an output with noise σ s."""
+        """Return the factor s of an output with noise σ s."""
         return f.new_ones(())
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """½(y − f)²/s² of each output."""
+        """Return ½(y − f)²/s² of each output."""
         return 0.5 * (f - y.to(f)).square() / self._relative_noise(f).square()
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """1/s², the Hessian at σ = 1."""
+        """Return 1/s², the Hessian at σ = 1."""
         return self._relative_noise(f).square().reciprocal().expand_as(f)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-        """The means f, σ²s² and the outputs' variance."""
+        """Return the means f, σ²s² and the outputs' variance."""
         noise = sigma.to(f) * self._relative_noise(f)
         return f, noise.square().expand_as(f), variance
 
 
 @dataclass(frozen=True)
 class RegressionPerOutput(Regression):
-    """A number for each output, each with a noise of its own: N(y_c; f_c, σ² s_c²).
+    """Likelihood of a number for each output, with separate noises: N(y_c; f_c, σ² s_c²).
 
     `PriorLearner` learns σ as for "regression".
 
     Args:
-        noise: s, one number for each output; divided by their geometric mean, which σ takes up, so
-            that Σ log s_c = 0 and the constants of the evidence are those of "regression". All
-            equal if left out.
+        noise: s, one number for each output, divided by their geometric mean, which σ contains. So
+            Σ log s_c = 0, and the constants of the evidence equal those of "regression". All equal
+            by default.
     """
 
     name = "regression_per_output"
@@ -700,15 +704,15 @@ class RegressionPerOutput(Regression):
             raise ValueError(f"likelihood '{self}' does not support {f.shape[-1]} outputs.")
 
     def _relative_noise(self, f: Tensor) -> Tensor:
-        """Each output's own."""
+        """Return the factor s of each output."""
         return self.parameters["noise"].to(f)
 
 
 class KnownNoise(Regression):
-    """A number for each output whose standard deviation is known: N(y; f, n²) with targets [y, n].
+    """Likelihood of a number for each output with known noise: N(y; f, n²), targets [y, n].
 
     The targets' last axis has the C numbers and then their C standard deviations. Predictions are
-    of numbers without noise; metrics add that of each test example.
+    of numbers without noise; metrics add the noise of each test example.
     """
 
     name = "known_noise"
@@ -716,7 +720,7 @@ class KnownNoise(Regression):
     needs_targets = True
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """Numbers and noises."""
+        """Return the shape of numbers and noises."""
         return *f.shape[:-1], 2 * f.shape[-1]
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
@@ -726,36 +730,35 @@ class KnownNoise(Regression):
             raise ValueError(f"likelihood '{self}' needs positive standard deviations.")
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """½(y − f)²/n² + log n + ½ log 2π of each output."""
+        """Return ½(y − f)²/n² + log n + ½ log 2π of each output."""
         number, noise = y.to(f).chunk(2, -1)
         return -self.log_density(number, f, noise.square())
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """1/n², the Hessian."""
+        """Return 1/n², the Hessian."""
         return y.to(f).chunk(2, -1)[1].square().reciprocal()
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-        """The means f, no noise, and the outputs' variance."""
+        """Return the means f, no noise, and the outputs' variance."""
         return f, torch.zeros_like(f), variance
 
     def observed(self, y: Tensor, variance: Tensor) -> Observed:
-        """The numbers, and the variance with the noise that is known of them."""
+        """Return the numbers, and the variance with their known noise."""
         number, noise = y.chunk(2, -1)
         return number, variance + noise.square(), None
 
 
 @dataclass(frozen=True)
 class Heteroscedastic(Diagonal):
-    """A number and its noise from each input: N(y; m, n² exp(k u)) with outputs f = [m, u].
+    """Likelihood of a number with noise from the input: N(y; m, n² exp(k u)), f = [m, u].
 
-    The last axis of the outputs has the C means and then the C numbers u, which are log variances
-    at n = k = 1. Λ is the Fisher information diag(1/(n² exp(k u)), k²/2), as the Hessian is
-    indefinite.
-    Source: Immer et al. 2023 (arXiv:2301.05183), there with natural parameters.
+    The last axis of the outputs has the C means m and then C numbers u, which are log variances at
+    n = k = 1. Λ is the Fisher information diag(1/(n² exp(k u)), k²/2), because the Hessian is
+    indefinite. Source: Immer et al. 2023 (arXiv:2301.05183), there with natural parameters.
 
-    `PriorLearner` learns n and k, both from 1. k is to u what a prior precision of its own would
-    be: the means and u share the last layer's. A small first k is a trap: Adam's steps on u then
-    move the variance k times less, and at k = 0 neither u nor k has a gradient.
+    `PriorLearner` learns n and k, both from 1. k acts on u like a separate prior precision: the
+    means and u share the prior precision of the last layer. Do not start with a small k: Adam's
+    steps on u then change the variance k times less, and at k = 0 neither u nor k has a gradient.
 
     Args:
         noise: n.
@@ -767,7 +770,7 @@ class Heteroscedastic(Diagonal):
     strength: float | None = parameter(1.0)
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """Half as many numbers as outputs."""
+        """Return the shape with half as many numbers as outputs."""
         if f.shape[-1] % 2:
             raise ValueError(
                 f"likelihood '{self}' needs two outputs for each number, but the model has "
@@ -776,22 +779,22 @@ class Heteroscedastic(Diagonal):
         return *f.shape[:-1], f.shape[-1] // 2
 
     def mean_and_log_variance(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """The means m and the log variances s = 2 log n + k u, each (*terms, C)."""
+        """Return the means m and the log variances s = 2 log n + k u, each (*terms, C)."""
         mean, u = f.chunk(2, -1)
         return mean, 2 * self.parameters["noise"].log().to(f) + self._strength(f) * u
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """½((y − m)² exp(−s) + s + log 2π) of each number."""
+        """Return ½((y − m)² exp(−s) + s + log 2π) of each number."""
         mean, s = self.mean_and_log_variance(f)
         return 0.5 * ((y.to(f) - mean).square() * (-s).exp() + s + math.log(2 * math.pi))
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """The diagonal exp(−s), k²/2."""
+        """Return the diagonal exp(−s), k²/2."""
         _, s = self.mean_and_log_variance(f)
         return torch.cat([(-s).exp(), (0.5 * self._strength(f).square()).expand_as(s)], -1)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-        """The means m, E exp(s), and the means' variance."""
+        """Return the means m, E exp(s), and the means' variance."""
         mean, s = self.mean_and_log_variance(f)
         of_mean, of_u = variance.chunk(2, -1)
         return mean, (s + 0.5 * self._strength(f).square() * of_u).exp(), of_mean
@@ -801,9 +804,9 @@ class Heteroscedastic(Diagonal):
 
 
 class Poisson(Diagonal):
-    """A count for each output, with rate exp(f); Λ = exp(f) is the Hessian.
+    """Likelihood of a count for each output, with rate exp(f); Λ = exp(f) is the Hessian.
 
-    Predictions are in the negative binomial's family, that of Poisson with a gamma rate.
+    Predictions have the negative binomial's family, a Poisson distribution with a gamma rate.
     """
 
     name = "poisson"
@@ -816,28 +819,28 @@ class Poisson(Diagonal):
             raise ValueError(f"likelihood '{self}' needs counts 0, 1, 2, ... as targets.")
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """Exp(f) − y f + log y! of each output."""
+        """Return exp(f) − y f + log y! of each output."""
         y = y.to(f)
         return f.exp() - y * f + torch.lgamma(y + 1)
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """The rates exp(f)."""
+        """Return the rates exp(f)."""
         return f.exp()
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-        """The moments of y where the rate is log-normal."""
+        """Return the moments of y for a log-normal rate."""
         mean = (f + 0.5 * variance).exp()
         return mean, mean, mean.square() * variance.expm1()
 
     def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """The negative binomial's; the Poisson distribution's where variance = mean."""
+        """Return the negative binomial's log density, or Poisson's where variance = mean."""
         r = mean.square() / (variance - mean).clamp(min=1e-6 * mean)
         return -_negative_binomial(y, mean, r)
 
     def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """The negative binomial's."""
+        """Return the negative binomial's distribution function."""
         with extra("statistics"):
-            from scipy import stats  # here, since importing it takes a second
+            from scipy import stats  # imported here, because it takes a second
 
         spare = (variance - mean).clamp(min=1e-6 * mean)
         cumulative = stats.nbinom.cdf(y, mean.square() / spare, mean / (mean + spare))
@@ -846,40 +849,40 @@ class Poisson(Diagonal):
 
 @dataclass(frozen=True)
 class NegativeBinomial(Poisson):
-    """A count for each output, of mean μ = exp(f) and variance μ + μ²/r.
+    """Likelihood of a count for each output, with mean μ = exp(f) and variance μ + μ²/r.
 
     Λ = μ r/(μ + r) is the Fisher information.
 
     Args:
-        r: the larger, the closer to Poisson.
+        r: large values approach the Poisson distribution.
     """
 
     name = "negative_binomial"
     r: float | None = parameter(1.0)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """−log p(y) of each output."""
+        """Return −log p(y) of each output."""
         return _negative_binomial(y.to(f), f.exp(), self.parameters["r"].to(f))
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """The diagonal μ r/(μ + r)."""
+        """Return the diagonal μ r/(μ + r)."""
         r = self.parameters["r"].to(f)
         return r * torch.sigmoid(f - r.log())
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-        """The moments of y where μ is log-normal."""
+        """Return the moments of y for a log-normal μ."""
         mean, noise, of_mean = super().moments(f, variance, sigma)
         return mean, noise + (mean.square() + of_mean) / self.parameters["r"].to(f), of_mean
 
 
 @dataclass(frozen=True)
 class StudentT(Diagonal):
-    """A number for each output with outliers: Student's t around f.
+    """Likelihood of a number for each output with outliers: Student's t around f.
 
     Λ = (ν + 1)/((ν + 3) s²) is the Fisher information; the Hessian is negative at outliers.
 
     Args:
-        df: ν > 2, degrees of freedom; large is Gaussian.
+        df: ν > 2, degrees of freedom; large values approach a Gaussian.
         scale: s, in units of the targets.
     """
 
@@ -888,31 +891,31 @@ class StudentT(Diagonal):
     scale: float | None = parameter(1.0)
 
     def _noise(self, f: Tensor) -> Tensor:
-        """The variance s²ν/(ν − 2) around f."""
+        """Return the variance s²ν/(ν − 2) around f."""
         df, scale = self.parameters["df"].to(f), self.parameters["scale"].to(f)
         return (scale.square() * df / (df - 2)).expand_as(f)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """−log p(y) of each output."""
+        """Return −log p(y) of each output."""
         return -self.log_density(y.to(f), f, self._noise(f))
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """The diagonal (ν + 1)/((ν + 3) s²)."""
+        """Return the diagonal (ν + 1)/((ν + 3) s²)."""
         df, scale = self.parameters["df"].to(f), self.parameters["scale"].to(f)
         return ((df + 1) / ((df + 3) * scale.square())).expand_as(f)
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-        """The means f, s²ν/(ν − 2) and the outputs' variance."""
+        """Return the means f, s²ν/(ν − 2) and the outputs' variance."""
         return f, self._noise(f), variance
 
     def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """The t distribution's of this variance."""
+        """Return the log density of the t distribution with this variance."""
         v = self.parameters["df"].to(mean)
         scale = (variance * (v - 2) / v).sqrt()
         return torch.distributions.StudentT(v, mean, scale, validate_args=False).log_prob(y)
 
     def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """The t distribution's of this variance."""
+        """Return the distribution function of the t distribution with this variance."""
         with extra("statistics"):
             from scipy import stats
 
@@ -923,15 +926,16 @@ class StudentT(Diagonal):
 
 @dataclass(frozen=True)
 class Weibull(Diagonal):
-    """The time t > 0 until an event, some of them censored: the event had not happened by then.
+    """Likelihood of the time t > 0 until an event, with censored times.
 
-    t has Weibull's distribution with shape k and scale exp(f): P(> t) = exp(−eᶻ), z = k (log t −
-    f), so that ℓ = eᶻ − d (z + log k) of log t, with d = 1 for an event and 0 if censored. Λ =
-    k² eᶻ is the Hessian, which is positive. Targets are [t, d]: the last axis has the C times and
-    then C ones or zeros. Predictions are of log t, in Gumbel's family.
+    A censored event had not happened by time t. t has Weibull's distribution with shape k and scale
+    exp(f): P(> t) = exp(−eᶻ), z = k (log t − f). So ℓ = eᶻ − d (z + log k) of log t, with d = 1 for
+    an event and 0 if censored. Λ = k² eᶻ is the Hessian, which is positive. Targets are [t, d]: the
+    last axis has the C times and then C ones or zeros. Predictions are of log t, in Gumbel's
+    family.
 
     Args:
-        shape: k; above 1 events become more frequent with time.
+        shape: k; for k > 1 events become more frequent with time.
     """
 
     name = "weibull"
@@ -939,7 +943,7 @@ class Weibull(Diagonal):
     shape: float | None = parameter(1.0)
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """Times, and whether they are of events."""
+        """Return the shape of times and event indicators."""
         return *f.shape[:-1], 2 * f.shape[-1]
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
@@ -950,35 +954,35 @@ class Weibull(Diagonal):
             raise ValueError(f"likelihood '{self}' needs times above 0, then 1 (event) or 0.")
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """The loss eᶻ − d (z + log k) of each output."""
+        """Return eᶻ − d (z + log k) of each output."""
         t, d = y.to(f).chunk(2, -1)
         k = self.parameters["shape"].to(f)
         z = k * (t.log() - f)
         return z.exp() - d * (z + k.log())
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """The diagonal k² eᶻ."""
+        """Return the diagonal k² eᶻ."""
         t, _ = y.to(f).chunk(2, -1)
         k = self.parameters["shape"].to(f)
         return k.square() * (k * (t.log() - f)).exp()
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-        """Of log t: f − γ/k with Euler's γ, π²/(6k²), and the outputs' variance."""
+        """Return moments of log t: f − γ/k with Euler's γ, π²/(6k²), and the outputs' variance."""
         k = self.parameters["shape"].to(f)
         return f - EULER / k, (math.pi**2 / 6 / k.square()).expand_as(f), variance
 
     def observed(self, y: Tensor, variance: Tensor) -> Observed:
-        """Log t, and which are censored."""
+        """Return log t, and the mask of censored times."""
         t, d = y.chunk(2, -1)
         return t.log(), variance, d == 0
 
     def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Gumbel's z − eᶻ + log k of log t."""
+        """Return Gumbel's log density z − eᶻ + log k of log t."""
         z, k = self._z(y, mean, variance)
         return z - z.exp() + k.log()
 
     def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """1 − exp(−eᶻ) of log t."""
+        """Return 1 − exp(−eᶻ) of log t."""
         return -torch.special.expm1(-self._z(y, mean, variance)[0].exp())
 
     def _z(self, y: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -987,7 +991,10 @@ class Weibull(Diagonal):
 
 
 class Bernoulli(Diagonal):
-    """Yes or no for each output, p = s(f); targets in [0, 1]. The loss is summed over outputs."""
+    """Likelihood of yes or no for each output, p = s(f); targets in [0, 1].
+
+    The loss is summed over outputs.
+    """
 
     name = "bernoulli"
     kind = "binary"
@@ -999,32 +1006,32 @@ class Bernoulli(Diagonal):
             raise ValueError(f"likelihood '{self}' needs targets in [0, 1].")
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """−y log p − (1 − y) log(1 − p) of each output."""
+        """Return −y log p − (1 − y) log(1 − p) of each output."""
         return F.binary_cross_entropy_with_logits(f, y.to(f).expand_as(f), reduction="none")
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """The diagonal p (1 − p)."""
+        """Return the diagonal p (1 − p)."""
         return torch.sigmoid(f) * torch.sigmoid(-f)
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The gradient p − ŷ with ŷ drawn from p."""
+        """Return the gradient p − ŷ with ŷ drawn from p."""
         p = torch.sigmoid(f)
-        # Nothing can be drawn from NaN, and on a GPU the attempt may end the process. The pass
-        # reports NaN when it reads its checks.
+        # Drawing from NaN may end the process on a GPU. The pass reports NaN when it reads its
+        # checks.
         return p - torch.bernoulli(p.nan_to_num(), generator=generator)
 
     def log_probabilities(self, f: Tensor) -> Tensor:
-        """Of no, s(−f), and yes, s(f)."""
+        """Return the log probabilities of no, s(−f), and yes, s(f)."""
         return F.logsigmoid(torch.stack([-f, f], -1))
 
 
 @dataclass(frozen=True)
 class Weighted(Likelihood):
-    """Another likelihood whose loss counts w times, with a weight w for each example or loss term.
+    """Another likelihood with a weight w for each example or loss term.
 
-    The targets' last axis has what the other one takes (a label is one number), and then w. Λ is w
-    times the other's. Predictions and metrics are the other's, without weights. The normaliser of a
-    noise σ counts each term once, so that there the mean weight should be 1.
+    The targets' last axis has the other likelihood's targets (a label is one number), and then w.
+    Loss and Λ are multiplied by w. Predictions and metrics have no weights. The normaliser of a
+    noise σ counts each term once, so with a σ the mean weight should be 1.
 
     Args:
         of: the other likelihood, or its text, as in "weighted(of='poisson')".
@@ -1034,7 +1041,7 @@ class Weighted(Likelihood):
     of: Any
 
     def __post_init__(self) -> None:
-        """Predict as the other likelihood does."""
+        """Copy the properties of the other likelihood's predictions."""
         likelihood = likelihood_of(self.of)
         object.__setattr__(self, "of", likelihood)
         for name in (
@@ -1058,20 +1065,20 @@ class Weighted(Likelihood):
         return {"of": str(self.of)}
 
     def replace(self, **options: Any) -> Likelihood:
-        """With other values of some of the other's options."""
+        """Return a copy with other values of some of the other likelihood's options."""
         return Weighted(self.of.replace(**options))
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "Weighted":
-        """The same, with the other's `with_parameters`."""
+        """Return a copy with the other likelihood's `with_parameters`."""
         return Weighted(self.of.with_parameters(parameters))
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """One number more than the other's."""
+        """Return the other likelihood's shape with one number more."""
         shape = self.of.target_shape(f)
         return (*shape, 2) if self.of.has_labels else (*shape[:-1], shape[-1] + 1)
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
-        """Raise an error unless weights are positive or 0, and the rest is as the other needs."""
+        """Raise an error unless weights are at least 0, and the other likelihood's check passes."""
         super().check(f, y)
         targets, w = self._parts(y)
         if not (w >= 0).all():
@@ -1081,55 +1088,55 @@ class Weighted(Likelihood):
         self.of.check(f, targets)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """The other's losses, w times."""
+        """Return the other likelihood's losses times w."""
         targets, w = self._parts(y)
         return w.to(f) * self.of.losses(f, targets)
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """The other's columns, √w times."""
+        """Yield the other likelihood's columns times √w."""
         targets, w = self._parts(y)
         yield from (w.to(f).sqrt() * column for column in self.of.root(f, targets))
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The other's, √w times."""
+        """Return the other likelihood's draw times √w."""
         targets, w = self._parts(y)
         return w.to(f).sqrt() * self.of.drawn_root(f, targets, generator)
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The other's, √w times."""
+        """Return the other likelihood's draw times √w."""
         targets, w = self._parts(y)
         return w.to(f).sqrt() * self.of.drawn_gradient(f, targets, generator)
 
     def observed(self, y: Tensor, variance: Tensor) -> Observed:
-        """The other's."""
+        """Return the other likelihood's observed values."""
         return self.of.observed(self._parts(y)[0], variance)
 
     def _parts(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The other's targets, and weights (*terms, 1)."""
+        """Split targets into the other likelihood's targets and weights (*terms, 1)."""
         return y[..., 0].long() if self.of.has_labels else y[..., :-1], y[..., -1:]
 
 
 def likelihood_of(likelihood: Likelihood | str) -> Likelihood:
-    """The likelihood that a text such as "student_t(df=4)" stands for, or the likelihood itself.
+    """Return the likelihood of a text such as "student_t(df=4)", or a likelihood itself.
 
     Raises:
-        ValueError: there is none of this name, and it lists those that there are; or options that
-            are not for it.
+        ValueError: an unknown name (the message lists the known ones), or options that the
+            likelihood does not have.
     """
     if isinstance(likelihood, Likelihood):
         return likelihood
-    # The string itself, also of an enumeration such as laplace-torch's.
+    # The string itself, also for an enumeration such as laplace-torch's.
     text = likelihood[:] if isinstance(likelihood, str) else ""
     name, bracket, options = text.partition("(")
     if name not in Likelihood._by_name:
         names = ", ".join(map(repr, Likelihood._by_name))
-        # Data in its place would fill the screen.
+        # An array would fill the screen.
         value = repr(likelihood) if text else f"a {type(likelihood).__name__}"
         raise ValueError(f"likelihood={value} is not supported; choose one of {names}.")
     of_class = Likelihood._by_name[name]
     try:
         return of_class(**_keywords(options) if bracket else {})
-    # The parser raises the last two for thousands of brackets inside each other.
+    # The parser raises the last two for thousands of nested brackets.
     except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:
         options = ", ".join(option.name for option in fields(of_class))
         way_out = f"write {name}(option=value), with options {options}"
@@ -1141,19 +1148,19 @@ def likelihood_of(likelihood: Likelihood | str) -> Likelihood:
 
 
 def loss_sum(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
-    """Σ ℓ over all examples and loss terms that count, a scalar (nats), in float32 at least."""
+    """Return Σ ℓ over all examples and terms that count, a scalar (nats), at least in float32."""
     return likelihood.loss(at_least_float32(f), y)
 
 
 def counted_terms(y: Any, likelihood: Likelihood) -> Tensor | None:
-    """A mask of the labels that count; None for targets that are not labels, which all count."""
+    """Return a mask of the labels that count; None for other targets, which all count."""
     return y != IGNORED if likelihood.has_labels and isinstance(y, Tensor) else None
 
 
 def num_counted_terms(
     f: Float[Tensor, "*terms C"], y: Tensor, likelihood: Likelihood
 ) -> int | Int[Tensor, ""]:
-    """The number of loss terms that count, over all examples; of labels on their device."""
+    """Return the number of loss terms that count; for labels it stays on their device."""
     counted = counted_terms(y, likelihood)
     return f.shape[:-1].numel() if counted is None else counted.sum()
 
@@ -1184,7 +1191,7 @@ def check_targets(
 
 
 def _keywords(text: str) -> dict[str, Any]:
-    """The keywords of a call, by the text behind its opening bracket; nothing of it is ignored.
+    """Return the keywords of a call from the text after its opening bracket, ignoring nothing.
 
     Raises:
         SyntaxError: the text is no Python.
@@ -1192,7 +1199,7 @@ def _keywords(text: str) -> dict[str, Any]:
     """
     line = "f(" + text.replace("\r", " ").replace("\n", " ").rstrip()
     call = ast.parse(line, mode="eval").body
-    # On one line, a comment, which Python leaves out, can only stand behind the call's end.
+    # On one line a comment, which Python drops, can only stand after the call's end.
     is_whole = call.end_col_offset == len(line.encode())
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not is_whole:
         raise ValueError("there is text after the closing bracket")
@@ -1211,13 +1218,13 @@ def _keywords(text: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """An option with plain numbers, and tuples, in place of arrays, tensors and lists."""
+    """Return an option with plain numbers and tuples instead of arrays, tensors and lists."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _finite(value: Any, is_list: bool = False) -> Tensor | None:
-    """A finite number, or a list of at least one, float64; None if the value is not that."""
+    """Return a finite number, or a non-empty list of them, in float64; None for other values."""
     try:
         numbers = torch.as_tensor(value, dtype=torch.float64)
     except (OverflowError, RuntimeError, TypeError, ValueError):
@@ -1227,7 +1234,7 @@ def _finite(value: Any, is_list: bool = False) -> Tensor | None:
 
 
 def with_label_noise(log_p: Tensor, noise: Tensor, num_classes: int) -> Tensor:
-    """Log((1 − ε) p + ε/C) of log probabilities, each of one of C classes, without underflow."""
+    """Return log((1 − ε) p + ε/C) from log probabilities of C classes, without underflow."""
     if not noise.requires_grad and not noise:
         return log_p
     noise = noise + torch.finfo(noise.dtype).tiny  # the logarithm of 0 has no derivative
@@ -1235,33 +1242,34 @@ def with_label_noise(log_p: Tensor, noise: Tensor, num_classes: int) -> Tensor:
 
 
 def _negative_binomial(y: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-    """−log p(y) of counts with this mean and variance mean + mean²/r (nats)."""
-    # In float64: for large r, close to Poisson, it is a difference of numbers like r log r.
+    """Return −log p(y) of counts with this mean and variance mean + mean²/r (nats)."""
+    # In float64: for large r, close to Poisson, it is a difference of terms like r log r.
     of_y, of_r = y.double(), r.double()
     constant = torch.lgamma(of_y + 1) + torch.lgamma(of_r) - torch.lgamma(of_y + of_r)
     return constant.to(mean) + r * torch.log1p(mean / r) + torch.xlogy(y, (r + mean) / mean)
 
 
 def _random_signs(f: Tensor, generator: torch.Generator | None) -> Tensor:
-    """−1 or 1 for each output, in int8."""
+    """Return −1 or 1 for each output, in int8."""
     bits = torch.randint(2, f.shape, generator=generator, dtype=torch.int8, device=f.device)
     return bits.mul_(2).sub_(1)
 
 
 def _drawn(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Tensor, "M 1"]:
-    """A label for each row, drawn from its probabilities by inverting the distribution function.
+    """Return a label for each row, drawn by inverting the distribution function.
 
-    That takes one random number for each label, where `torch.multinomial` draws one for each class:
-    4,096 rows of 256 classes take 3 instead of 22 ms (one x86-64 core).
+    This takes one random number for each label, whereas `torch.multinomial` draws one for each
+    class: 4,096 rows of 256 classes take 3 instead of 22 ms (one x86-64 core).
     """
-    # Some rows at a time: the cumulative sums in float64 take twice the memory of the outputs.
+    # Some rows at a time, because the cumulative sums in float64 take twice the memory of the
+    # outputs.
     rows = max(1, LARGEST_DRAW // p.shape[1])
     draw = _drawn_of_few if p.shape[1] < MANY_CLASSES else _drawn_of_many
     return torch.cat([draw(some, generator) for some in p.split(rows)])
 
 
 def _drawn_of_few(p: Float[Tensor, "M C"], generator: torch.Generator | None) -> Int[Tensor, "M 1"]:
-    # A share of the last sum, which rounding keeps from being 1: a point beyond it has no label.
+    # A share of the last sum, which differs from 1 by rounding: a point beyond it has no label.
     up_to = p.cumsum(1, dtype=torch.float64)
     point = _share_of(up_to[:, -1:], generator)
     return torch.searchsorted(up_to, point, right=True).clamp_(max=p.shape[1] - 1)
@@ -1270,7 +1278,7 @@ def _drawn_of_few(p: Float[Tensor, "M C"], generator: torch.Generator | None) ->
 def _share_of(
     total: Float[Tensor, "M 1"], generator: torch.Generator | None
 ) -> Float[Tensor, "M 1"]:
-    """Each total times a random number from [0, 1)."""
+    """Return each total times a random number from [0, 1)."""
     return total * torch.rand(
         total.shape, generator=generator, dtype=total.dtype, device=total.device
     )
@@ -1279,14 +1287,14 @@ def _share_of(
 def _drawn_of_many(
     p: Float[Tensor, "M C"], generator: torch.Generator | None
 ) -> Int[Tensor, "M 1"]:
-    """As `_drawn_of_few`, but first a block of classes, and then a class of this block.
+    """Draw like `_drawn_of_few`, but first a block of classes, and then a class of this block.
 
-    So cumulative sums over all classes are not needed.
+    This avoids cumulative sums over all classes.
     """
     C, size = p.shape[1], CLASSES_OF_BLOCK
     whole = C - C % size
-    # Step 1: the block, from the sums of all blocks; the last one may be shorter. In float64:
-    # differences of a float32 sum are wrong by a percent where p is 1e-5.
+    # Step 1: draw the block from the sums of all blocks; the last one may be shorter. In float64,
+    # because differences of a float32 sum are wrong by a percent at p = 1e-5.
     blocks = p[:, :whole].unflatten(1, (-1, size)).sum(2, dtype=torch.float64)
     rest = p[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
     sums = torch.cat([blocks, rest], 1)
@@ -1294,7 +1302,7 @@ def _drawn_of_many(
     point = _share_of(up_to[:, -1:], generator)
     block = torch.searchsorted(up_to, point, right=True).clamp_(max=sums.shape[1] - 1)
     point -= up_to.gather(1, block) - sums.gather(1, block)
-    # Step 2: the class within the block, at what is left of the random point.
+    # Step 2: draw the class within the block, with the rest of the random point.
     classes = block * size + torch.arange(size, device=p.device)  # (M, size)
     inside = p.gather(1, classes.clamp(max=C - 1)).masked_fill_(classes >= C, 0.0)
     place = torch.searchsorted(inside.cumsum(1, dtype=torch.float64), point, right=True)

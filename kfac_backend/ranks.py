@@ -1,13 +1,13 @@
-"""The ranks of torch.distributed: sums over their shards of the data, and work that they share.
+"""Sum over the data shards of torch.distributed ranks, and divide work among ranks.
 
-Each rank sees its own part of the data, its shard. The sums of a pass are additive over shards, so
-that one reduction at the end gives the pass over all the data, with unequal shards and with ranks
-that have no data. Means and scalings come after it: a mean of the ranks' means would weigh examples
-by the size of their shard.
+Each rank reads its own part of the data, its shard. The sums of a pass are additive over shards. So
+one reduction at the end gives the pass over all the data, with unequal shards and with ranks
+without data. Means and scalings come afterwards, because a mean of the ranks' means would weight
+examples by the size of their shard.
 
-A method is collective if it exchanges data between ranks: all of the group must call it, in the
-same order. A rank that fails ends, and torchrun then ends the others; those that wait for one that
-hangs fail after the timeout of the process group, with an error of torch.distributed.
+A method is collective if it exchanges data between ranks: all ranks of the group must call it, in
+the same order. A rank that fails ends, and torchrun then ends the others. Ranks that wait for a
+rank that hangs fail after the timeout of the process group, with an error of torch.distributed.
 """
 
 import math
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ProcessGroupOption: TypeAlias = "ProcessGroup | Literal['default'] | None"
-"""The ranks that share the data: a process group, the default one if there is one, or none."""
+"""Ranks that share the data: a process group, the default one if there is one, or none."""
 
 
 class RankError(RuntimeError):
@@ -39,11 +39,11 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that have a shard of the data each; only this one if there is no group.
+    """Processes that have a shard of the data each; a single one without a group.
 
     Args:
         process_group: the group of these processes. "default" is the default group of
-            `torch.distributed`, looked up at each use, since a group may begin and end while a
+            `torch.distributed`, looked up at each use, because a group may begin and end while a
             model lives.
     """
 
@@ -51,24 +51,24 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         group = self._group
         return 1 if group is None else dist.get_world_size(group)
 
     @property
     def rank(self) -> int:
-        """This one's number, from 0."""
+        """Number of this rank, from 0."""
         group = self._group
         return 0 if group is None else dist.get_rank(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
-        """The same ranks: a process group cannot be copied."""
+        """Return the same ranks, because a process group cannot be copied."""
         return copy(self)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, ordered by rank; collective.
+        """Return the values of all ranks, ordered by rank; collective.
 
-        The value can be pickled and is small, as it is sent to all.
+        The value must be small and picklable, because every rank receives it.
         """
         if self.size == 1:
             return [value]
@@ -77,19 +77,20 @@ class Ranks:
         return values
 
     def agree(self, value: Mapping[str, Any]) -> None:
-        """Raise a `RankError` on all ranks unless all give the same; collective.
+        """Raise a `RankError` on all ranks unless all pass equal values; collective.
 
-        The error names what differs by the mapping's keys.
+        The error names the difference by the mapping's keys.
         """
         _check_same(self.gather(dict(value)))
 
     def agree_on_state(self, check: Callable[[], Mapping[str, Any]]) -> None:
-        """Raise an error on all ranks if a state that each is to load does not fit; collective.
+        """Raise an error on all ranks if any rank's state to load does not fit; collective.
 
-        Otherwise a rank that refuses its state would let the others wait for it.
+        Otherwise the other ranks would wait for a rank that rejects its state.
 
         Args:
-            check: raises the error of this rank's state; returns what all must have the same.
+            check: raises the error of this rank's state; returns values that must be equal on all
+                ranks.
         """
         value, error = dict[str, Any](), None
         try:
@@ -107,14 +108,14 @@ class Ranks:
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, the same to the bit on each; collective.
 
-        They must not share memory.
+        The tensors must not share memory.
         """
         if self.size > 1:
             start = partial(dist.all_reduce, group=self._group, async_op=True)
             _send((tensor, start) for tensor in tensors)
 
     def any(self, is_so: bool, device: torch.device) -> bool:
-        """Whether it is so on any rank; collective."""
+        """Return whether the condition holds on any rank; collective."""
         if self.size == 1:
             return is_so
         flag = torch.tensor(int(is_so), device=device)
@@ -122,7 +123,7 @@ class Ranks:
         return bool(flag)
 
     def in_step(self, items: Iterable[T], device: torch.device) -> Iterator[T | None]:
-        """The items, and None as long as another rank has more; collective at each step."""
+        """Yield the items, then None as long as another rank has more; collective at each step."""
         iterator, end = iter(items), object()
         while True:
             item = next(iterator, end)
@@ -131,16 +132,17 @@ class Ranks:
             yield None if item is end else item  # pyright: ignore[reportReturnType]
 
     def reduce_(self, owned: Iterable[tuple[Tensor, int]]) -> None:
-        """Give each tensor's owner, a rank, its sum over all ranks; collective.
+        """Give the sum of each tensor over all ranks to its owner, one rank; collective.
 
-        The others' tensors have no meaning afterwards. Half of the bytes of `sum_`.
+        On other ranks the tensors are meaningless afterwards. This moves half of the bytes of
+        `sum_`.
         """
         if self.size > 1:
             start = partial(dist.reduce, group=self._group, async_op=True)
             _send((tensor, partial(start, group_dst=owner)) for tensor, owner in owned)
 
     def holders(self, is_here: Sequence[bool]) -> list[list[int]]:
-        """Of each of some pieces, the ranks that have it, by whether it is here; collective."""
+        """Return the ranks that have each piece, from whether it is here; collective."""
         return [
             [rank for rank, has in enumerate(of_ranks) if has]
             for of_ranks in zip(*self.gather(list(is_here)), strict=True)
@@ -149,9 +151,9 @@ class Ranks:
     def owners(
         self, costs: Sequence[float], holders: Sequence[Sequence[int]] | None = None
     ) -> list[int]:
-        """The rank that does each piece of work: the largest first, to the rank with the least.
+        """Assign each piece of work to a rank: the largest first, to the rank with the least work.
 
-        ``holders`` has the ranks that can do it, where not all can.
+        ``holders`` lists the ranks that can do each piece, if not all ranks can.
 
         The last rank finishes after at most 4/3 of the shortest possible time (Graham 1969, "Bounds
         on multiprocessing timing anomalies"). Not collective.
@@ -164,22 +166,23 @@ class Ranks:
         return owners
 
     def exchange_(self, owned: Iterable[tuple[Tensor, int]]) -> None:
-        """Fill each tensor with the values that its owner, a rank, has for it; collective.
+        """Fill each tensor with the values of its owner, one rank; collective.
 
-        They are the same to the bit. The tensors have the same shapes and dtypes on all ranks.
+        The values are the same to the bit. The tensors have the same shapes and dtypes on all
+        ranks.
         """
         if self.size > 1:
             start = partial(dist.broadcast, group=self._group, async_op=True)
             _send((tensor, partial(start, group_src=owner)) for tensor, owner in owned)
 
     def generator(self, common: torch.Generator) -> torch.Generator:
-        """A generator of this rank alone, seeded by the state of one that all ranks have alike.
+        """Return a generator of this rank alone, seeded by the state of a common generator.
 
-        Its numbers depend on that state, the rank and the number of ranks; ``common`` is not
+        Its numbers depend on that state, the rank and the number of ranks. ``common`` is not
         changed.
         """
-        # From the state, which every draw changes, and not from the seed: two passes with one
-        # generator must draw different labels.
+        # Use the state, which every draw changes, not the seed: two passes with one generator must
+        # draw different labels.
         state = common.get_state().numpy().tobytes()
         word = blake2b(state + f"{self.rank} of {self.size}".encode(), digest_size=7).digest()
         return torch.Generator(common.device).manual_seed(int.from_bytes(word, "big"))
@@ -193,9 +196,9 @@ class Ranks:
 
 
 def _send(tensors: Iterable[tuple[Tensor, Callable[[Tensor], Any]]]) -> None:
-    """Run each tensor's collective call on it, in place."""
+    """Run each tensor's collective call in place."""
     with torch.no_grad():
-        # All are started before the first is waited for.
+        # Start all calls before waiting for the first.
         sent = [(start(flat := tensor.contiguous()), flat, tensor) for tensor, start in tensors]
         for work, flat, tensor in sent:
             work.wait()
@@ -205,12 +208,12 @@ def _send(tensors: Iterable[tuple[Tensor, Callable[[Tensor], Any]]]) -> None:
 
 @dataclass
 class PassSums:
-    """A pass's sums over the data that one process, or all of them, have seen."""
+    """Sums of a pass over the data of one process, or of all."""
 
     blocks: dict[str, list[Any]]
-    """Parameter name -> the sums of its layers, each a `layers.rule.BlockSums`."""
+    """Maps a parameter's name to the sums of its layers, each a `layers.rule.BlockSums`."""
     others: dict[str, Tensor]
-    """Name -> a sum of any shape, such as a diagonal."""
+    """Maps a name to a sum of any shape, such as a diagonal."""
     kfac_approx: KfacApprox
     """The mode; "auto" if no batch has decided it yet."""
     num_outputs: int
@@ -219,10 +222,10 @@ class PassSums:
     loss: float
     """Σ ℓ (nats)."""
     padding: Mapping[str, int]
-    """Parameter name -> its row that is a constant."""
+    """Maps a parameter's name to its constant row."""
 
     def shapes(self) -> "PassSums":
-        """The sums on the meta device, without values or memory."""
+        """Return the sums on the meta device, without values or memory."""
         blocks = {
             name: [one.map(lambda factor: factor.to("meta", None)) for one in layers]
             for name, layers in self.blocks.items()
@@ -231,7 +234,7 @@ class PassSums:
         return replace(self, blocks=blocks, others=others)
 
     def same_B(self) -> dict[str, str]:
-        """Parameter name -> an earlier one whose B it shares, as a bias that of its weight."""
+        """Map a parameter to an earlier one with the same B, as a bias to its weight."""
         first, same = dict[Any, str](), dict[str, str]()
         for name, layers in self.blocks.items():
             if (other := first.setdefault(tuple(one.B for one in layers), name)) != name:
@@ -239,7 +242,7 @@ class PassSums:
         return same
 
     def separate_(self, same_B: Collection[str]) -> None:
-        """Copy all Bs that are another parameter's, too, except those of ``same_B``."""
+        """Copy all Bs that another parameter shares, except those of ``same_B``."""
         earlier = set[Any]()
         for name, layers in self.blocks.items():
             for i, one in enumerate(layers):
@@ -248,7 +251,7 @@ class PassSums:
                 earlier.add(one.B)
 
     def owners(self, ranks: Ranks, same_B: Mapping[str, str]) -> dict[str, int]:
-        """Parameter name -> the rank that keeps its sums, balanced by the eigenvalues' cost d³.
+        """Map parameters to the rank that keeps their sums, balanced by the eigenvalues' cost d³.
 
         Parameters with the same B have one owner.
         """
@@ -260,13 +263,13 @@ class PassSums:
         return owners | {name: owners[other] for name, other in same_B.items()}
 
     def factors(self, name: str, same_B: Collection[str] = ()) -> list[Any]:
-        """All factors of a parameter, but for a B that is another one's by ``same_B``."""
+        """Return all factors of a parameter, except a B of another parameter by ``same_B``."""
         layers = self.blocks[name]
         Bs = [] if name in same_B else [one.B for one in layers]
         return Bs + [one.A for one in layers if one.A is not None]
 
     def kinds(self) -> dict[str, Any]:
-        """What the proof on each rank's data has decided, by the names that errors use."""
+        """Return the proof's decisions on each rank's data, by their names in errors."""
         slots = {name: [sums.slot for sums in layers] for name, layers in self.blocks.items()}
         block_factors = [F for name in self.blocks for F in self.factors(name)]
         shapes = [(tuple(t.shape), t.dtype) for t in (*block_factors, *self.others.values())]
@@ -277,7 +280,7 @@ class PassSums:
         }
 
     def with_counts_of(self, of_ranks: "Sequence[PassSums]") -> "PassSums":
-        """These tensors with the sums of all ranks' counts."""
+        """Return these tensors with the sums of all ranks' counts."""
         counts = ("num_data", "num_loss_terms", "loss")
         totals: Any = {name: sum(getattr(one, name) for one in of_ranks) for name in counts}
         blocks = {
@@ -298,16 +301,16 @@ def sum_over_ranks(
     *,
     by_owners: bool = False,
 ) -> PassSums:
-    """The sums over all ranks' data, in place, the same to the bit on each rank; collective.
+    """Sum over all ranks' data in place, the same to the bit on each rank; collective.
 
     Args:
         sums: this rank's sums.
         ranks: all ranks.
         model: the model, which must be the same on all ranks, up to rounding.
-        must_agree: what else must have the same text (``str``), such as options, by the names that
-            errors use.
-        by_owners: whether each sum is kept by one rank alone, its owner. On the others it lies on
-            the meta device: it has no values and takes no memory.
+        must_agree: other objects with the same text (``str``) on all ranks, such as options, by
+            their names in errors.
+        by_owners: whether a single rank, its owner, keeps each sum. On the others it lies on the
+            meta device: it has no values and takes no memory.
 
     Raises:
         RankError: a rank has another model, other options or another version.
@@ -330,20 +333,20 @@ def sum_over_ranks(
     _check_same([one.kinds() for one in with_data])
     if not with_data:
         return sums
-    # Step 2: whether a weight and its bias share their B depends on a rank's batches. Where they do
-    # on all ranks with data, it is summed once, for one owner.
+    # Step 2: whether a weight and its bias share their B depends on a rank's batches. If they share
+    # it on all ranks with data, it is summed once, for one owner.
     pairs = [of_rank.items() for of_rank, one in zip(of_same_B, of_shapes, strict=True) if one]
     shapes, same_B = with_data[0], dict(set(pairs[0]).intersection(*pairs))
     owners = shapes.owners(ranks, same_B) if by_owners else {}
     sums.separate_(same_B)
     # Step 3: the sums of all factors, whose counts came with the messages. One parameter after the
-    # other, so that what another rank keeps is dropped before the next matrix is made of its rows.
+    # other, so that another rank's sums are dropped before the next matrix is made of its rows.
     device = next(model.parameters()).device
     own = sums if sums.num_data else replace(shapes, blocks=dict(shapes.blocks))
     whole = replace(own, blocks={}, others={})
 
     def reduce(name: str, tensors: list[Tensor]) -> bool:
-        """Sum up one parameter's tensors; whether this rank keeps them."""
+        """Sum one parameter's tensors; return whether this rank keeps them."""
         if not by_owners:
             ranks.sum_(tensors)
             return True
@@ -351,7 +354,7 @@ def sum_over_ranks(
         return owners[name] == ranks.rank
 
     def summands(name: str, i: int, one: Any) -> Any:
-        """This rank's part of a layer's factors."""
+        """Return this rank's part of a layer's factors."""
         of_ranks = [None if other is None else other.blocks[name][i] for other in of_shapes]
         A = None
         if name in same_B:
@@ -391,7 +394,7 @@ def _check_norms(of_ranks: Sequence[Mapping[str, float]]) -> None:
 
 
 def _check_same(values: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a `RankError` that names the first difference between ranks, if there is any."""
+    """Raise a `RankError` that names the first difference between ranks, if any."""
     for name in dict.fromkeys(name for value in values for name in value):
         first = values[0].get(name)
         for rank, other in enumerate(values):

@@ -1,16 +1,17 @@
-"""Models under `torch.distributed.fsdp.fully_shard`, whose parameters are spread over ranks.
+"""Support models under `torch.distributed.fsdp.fully_shard`, with parameters spread over ranks.
 
-FSDP gathers the parameters of a module before it runs, and drops them afterwards: at any time but
-these each rank has only its part of them, a DTensor. Three things follow for a curvature pass:
+FSDP gathers the parameters of a module before it runs, and drops them afterwards. At all other
+times each rank has only its part of them, a DTensor. This has three consequences for a curvature
+pass:
 
-- Whatever takes a parameter's place takes it while the module runs (`substituted`). That is what
-  `torch.func.functional_call` does for whole models; here FSDP would undo it at each gathering.
-- What is differentiated with respect to a parameter needs a whole one. `whole_parameters` are
-  tensors of its shape whose memory is FSDP's own: it has values as long as FSDP keeps them.
+- Replacements of parameters are set while the module runs (`substituted`). For whole models
+  `torch.func.functional_call` does this; here FSDP would undo it at each gathering.
+- Differentiation with respect to a parameter needs a whole one. `whole_parameters` are tensors of
+  its shape in FSDP's own memory. They have values as long as FSDP keeps them.
 - Gathering is collective: all ranks must run the model equally often (`Driver`).
 
-Nothing is gathered that FSDP does not gather by itself, except that each of its modules is gathered
-once for its `whole_parameters`, and in a K-FAC step with vectors once more (`gathered_again`).
+The code adds few gatherings to FSDP's own: it gathers each module once for its `whole_parameters`,
+and in a K-FAC step with vectors once more (`gathered_again`).
 """
 
 import sys
@@ -29,18 +30,18 @@ from kfac_backend.atomic_files import sha256_of_tensors
 
 _WHOLE: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 _RUNNING: set[int] = set()
-"""The id of each module that runs within `substituted`."""
+"""Ids of the modules that run within `substituted`."""
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether this is a DTensor, of which each rank has a part."""
+    """Return whether this is a DTensor, of which each rank has a part."""
     return hasattr(parameter, "to_local")
 
 
 def whole_shape(parameter: Tensor) -> Tensor:
-    """The parameter; if it is spread, a tensor of its shape and dtype whose values mean nothing.
+    """Return the parameter, or for a sharded one a tensor of its shape and dtype without values.
 
-    A DTensor would be gathered where a row of it is read.
+    Reading a row of a DTensor would gather it.
     """
     if not is_part(parameter):
         return parameter
@@ -49,15 +50,15 @@ def whole_shape(parameter: Tensor) -> Tensor:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient, in the same memory; all of it unless spread."""
+    """Return this rank's part of a parameter or gradient, in the same memory."""
     value = parameter.detach()
     return value.to_local() if hasattr(value, "to_local") else value  # pyright: ignore
 
 
 def local_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """`local_part` of each; within ``no_grad``, whole parameters are returned as they are.
+    """Return `local_part` of each. Within ``no_grad`` whole parameters are returned unchanged.
 
-    Small steps would notice a call for each.
+    A call for each would slow small steps.
     """
     is_detached = torch.is_grad_enabled()
     values = [p.detach() for p in parameters] if is_detached else parameters
@@ -65,20 +66,20 @@ def local_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """The modules that `fully_shard` was called for."""
-    # Loading it takes long, and nothing can be sharded unless somebody has.
+    """Return the modules for which `fully_shard` was called."""
+    # Importing it takes long, and without an import nothing can be sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
     return [module for module in model.modules() if isinstance(module, kind)] if kind else []
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the model, or a part of it, is under `fully_shard`."""
+    """Return whether the model, or a part of it, is under `fully_shard`."""
     return bool(sharded_modules(model))
 
 
 def class_and_hooks(module: nn.Module) -> tuple[type[nn.Module], list[Any]]:
-    """A module's class and hooks of its forward pass, without those that `fully_shard` adds."""
+    """Return a module's class and forward hooks, without those that `fully_shard` adds."""
     kind: Any = type(module)
     if kind.__bases__[0].__name__ == "FSDPModule":
         kind = kind.__bases__[1]  # of FSDPLinear(FSDPModule, Linear)
@@ -88,16 +89,16 @@ def class_and_hooks(module: nn.Module) -> tuple[type[nn.Module], list[Any]]:
 
 
 def ranks_of_model(model: nn.Module) -> int:
-    """The number of ranks over which a sharded model is spread or replicated."""
+    """Return the number of ranks over which a sharded model is spread or replicated."""
     reshard(model)  # as in `check_sharding`
     return max(p.device_mesh.size() for p in model.parameters() if is_part(p))  # pyright: ignore
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Raise an error if parameters are spread over ranks otherwise than by `fully_shard`.
+    """Raise an error if parameters are spread over ranks without `fully_shard`.
 
     Raises:
-        NotImplementedError: FSDP1, tensor parallelism, parameters that are offloaded.
+        NotImplementedError: FSDP1, tensor parallelism, or offloaded parameters.
     """
     way_out = (
         "Shard it only by torch.distributed.fsdp.fully_shard, keep it whole on each rank "
@@ -105,8 +106,8 @@ def check_sharding(model: nn.Module) -> None:
         "(torch.distributed.checkpoint.state_dict.get_model_state_dict with "
         "full_state_dict=True)."
     )
-    # A forward pass without a backward pass leaves the root's parameters gathered; those that the
-    # caller will ask the model for are the parts.
+    # A forward pass without a backward pass leaves the root's parameters gathered, but the caller
+    # needs the parts.
     sharded = sharded_modules(model)
     for module in sharded:
         module.reshard()
@@ -139,7 +140,7 @@ def check_sharding(model: nn.Module) -> None:
 
 
 def check_whole(model: nn.Module, operation: str) -> None:
-    """Raise a NotImplementedError of what needs whole parameters on each rank, if it has parts."""
+    """Raise a NotImplementedError for an operation that needs whole parameters on each rank."""
     if is_sharded(model):
         raise NotImplementedError(
             f"{operation} needs whole parameters on each rank, but {type(model).__name__} is under "
@@ -151,14 +152,14 @@ def check_whole(model: nn.Module, operation: str) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop all parameters that FSDP has gathered and still keeps, such as those of the root."""
+    """Drop all parameters that FSDP has gathered and still keeps, such as the root's."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 @contextmanager
 def resharded(model: nn.Module) -> Iterator[None]:
-    """A context after which nothing is gathered any more, whether or not it raises an error."""
+    """Context after which nothing is gathered, also after an error."""
     try:
         yield
     finally:
@@ -167,10 +168,10 @@ def resharded(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered_again(model: nn.Module) -> Iterator[None]:
-    """A context after which FSDP has gathered again what it had gathered before.
+    """Context after which FSDP gathers again the parameters that were gathered before.
 
-    For backward passes within a hook of another pass, which would find the parameters dropped.
-    Also what `substituted` had put in their places is there again.
+    It is for backward passes within a hook of another pass, which would find the parameters
+    dropped. It also restores the replacements of `substituted`.
     """
     modules = sharded_modules(model)
 
@@ -185,14 +186,14 @@ def gathered_again(model: nn.Module) -> Iterator[None]:
     for module in before:
         module.unshard()
     for present, former in entries:
-        # What was not gathered then is as it was, or is gathered by the pass around.
+        # Parameters that were not gathered are unchanged, or the surrounding pass gathers them.
         present.update(
             {local: p for local, p in former.items() if p is not None and not is_part(p)}
         )
 
 
 def detached_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """First name -> parameter without a graph; of a sharded one see `whole_parameters`."""
+    """Return parameters without a graph by first name; sharded ones as `whole_parameters`."""
     whole, first = whole_parameters(model), dict[int, tuple[str, Tensor]]()
     for prefix, module in model.named_modules():
         for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
@@ -202,10 +203,10 @@ def detached_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Each of its names -> a sharded parameter as a whole tensor in FSDP's memory.
+    """Return each sharded parameter, under each of its names, as a whole tensor in FSDP's memory.
 
-    It has values while FSDP keeps the module's parameters gathered, and no memory else: only its
-    shape and dtype may be read then. Collective at the first call for a model.
+    It has values while FSDP keeps the module's parameters gathered. Otherwise it has no memory, and
+    only its shape and dtype may be read. Collective at the first call for a model.
     """
     modules = sharded_modules(model)
     if not modules:
@@ -223,7 +224,7 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
                 present = module.named_parameters(recurse=False, remove_duplicate=False)
                 for (name, part), (_, p) in zip(parameters[module].items(), present, strict=True):
                     if is_part(part) and not is_part(p):
-                        # The tensor itself: a parameter of two names is one tensor.
+                        # The tensor itself, because a parameter with two names is one tensor.
                         whole[name] = p
             sharded.reshard()
         _WHOLE[model] = whole
@@ -231,19 +232,19 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_substituted(model: nn.Module) -> bool:
-    """Whether the model, or one that contains it, runs within `substituted`: not by its user."""
+    """Return whether the model, or one that contains it, runs within `substituted`."""
     return id(model) in _RUNNING
 
 
 @contextmanager
 def substituted(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which tensors take the place of parameters and buffers, of a sharded model.
+    """Context in which tensors replace parameters and buffers of a sharded model.
 
-    Each takes the place of a sharded parameter from when FSDP has gathered it until it is dropped.
+    Each replaces a sharded parameter from FSDP's gathering until FSDP drops it.
 
     Args:
         model: the model.
-        state: name, of every parameter under each of its names -> what takes its place.
+        state: replacement of every parameter under each of its names.
     """
     whole = whole_parameters(model)
     paths = {module: f"{name}." if name else "" for name, module in model.named_modules()}
@@ -270,7 +271,7 @@ def substituted(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]
         # Registered after FSDP's own hook, which gathers.
         handles = [m.register_forward_pre_hook(gathered) for m in sharded_modules(model)]
         for sharded in sharded_modules(model):
-            gathered(sharded)  # what FSDP has kept since it gathered it for an earlier run
+            gathered(sharded)  # FSDP may still keep parameters of an earlier run
         _RUNNING.update(map(id, paths))
         yield
     finally:
@@ -285,30 +286,30 @@ def substituted(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]
 
 
 def shard_axis(parameter: Any) -> int:
-    """The axis of the mesh over which a sharded parameter is spread; HSDP has another one."""
+    """Return the mesh axis over which a sharded parameter is spread; HSDP has another one."""
     (axis,) = (i for i, one in enumerate(parameter.placements) if not one.is_replicate())
     return axis
 
 
 def local_row(parameter: Any, row: int) -> Tensor:
-    """What this rank has of a parameter's row, in the same memory; empty if that is nothing."""
+    """Return this rank's part of a parameter's row, in the same memory; it may be empty."""
     part = local_part(parameter)
     if is_part(parameter) and parameter.placements[axis := shard_axis(parameter)].dim == 0:
-        # As torch.chunk: all ranks but the last ones have equally many rows.
+        # As in torch.chunk, all ranks except the last ones have equally many rows.
         mesh = parameter.device_mesh
         row -= mesh.get_local_rank(axis) * -(-len(parameter) // mesh.size(axis))
     return part[row] if 0 <= row < len(part) else part[:0]
 
 
 def without_row(parameter: Tensor, row: int) -> Tensor:
-    """This rank's part of a parameter as a copy in which a row of the parameter is zero."""
+    """Return this rank's part of a parameter as a copy with zeros in one row of the parameter."""
     copy = parameter.detach().clone()
     local_row(copy, row).zero_()
     return local_part(copy)
 
 
 def part_of_whole(whole: Tensor, like: Any) -> Tensor:
-    """This rank's part of a tensor that it has whole, spread like another one."""
+    """Return this rank's part of a whole tensor, spread like another one."""
     from torch.distributed.tensor import distribute_tensor
 
     spread = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
@@ -316,7 +317,7 @@ def part_of_whole(whole: Tensor, like: Any) -> Tensor:
 
 
 def with_local_parts(parameters: Iterable[Any], parts: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors spread like the parameters, of which these are this rank's parts."""
+    """Return tensors spread like the parameters, from this rank's parts."""
     return [
         type(p).from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
         if hasattr(p, "to_local")
@@ -326,15 +327,15 @@ def with_local_parts(parameters: Iterable[Any], parts: Iterable[Tensor]) -> list
 
 
 PART = {"rank", "world_size", "step"}
-"""The keys of `part_of_ranks`."""
+"""Keys of `part_of_ranks`."""
 
 
 def part_of_ranks(
     tensors: Iterable[Any], rank: int, world_size: int, step: int
 ) -> dict[str, int] | None:
-    """Whose part of the ranks' state this is, and of which step; None if no tensor is sharded.
+    """Return the rank and step to which this part of a state belongs; None if none is sharded.
 
-    Sharded tensors that a file brings back do not say which rank they were of.
+    Sharded tensors from a file do not show the rank to which they belonged.
     """
     is_sharded = any(isinstance(t, Tensor) and is_part(t) for t in tensors)
     return {"rank": rank, "world_size": world_size, "step": step} if is_sharded else None
@@ -355,7 +356,7 @@ def check_part(state: Mapping[str, Any], rank: int, world_size: int) -> None:
 
 
 def digest(state: Any) -> str:
-    """A hash of all whole tensors and plain data of a state; ranks that load the same agree."""
+    """Return a hash of all whole tensors and plain data of a state. Ranks compare it on loading."""
     leaves, tree = _pytree.tree_flatten(state)
     tensors = [t for t in leaves if isinstance(t, Tensor) and not is_part(t)]
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -364,10 +365,10 @@ def digest(state: Any) -> str:
 
 
 def gathered_state(state: Any) -> Any:
-    """A state with each sharded tensor whole, on all ranks; collective.
+    """Return a state with each sharded tensor whole, on all ranks; collective.
 
-    Whole states are of any number of ranks: save one, as of `PriorLearner.state_dict`, and load it
-    where others share the model.
+    Whole states do not depend on the number of ranks. Save one, for example of
+    `PriorLearner.state_dict`, and load it with another number of ranks.
     """
     if isinstance(state, Mapping) and state.keys() == PART:
         return None
@@ -379,7 +380,7 @@ def gathered_state(state: Any) -> Any:
 
 
 def sum_over_parts(sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Each parameter's sum over its parts on all ranks, from that over this rank's part.
+    """Sum over all ranks' parts of each parameter, from this rank's sums.
 
     Collective if any parameter is sharded.
     """
@@ -398,7 +399,7 @@ def sum_over_parts(sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> list
 
 
 def norms_over_parts(norms: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Each parameter's norm, from that of this rank's part; collective if any is sharded."""
+    """Return each parameter's norm from this rank's norms; collective if any is sharded."""
     if not any(hasattr(p, "to_local") for p in parameters):
         return list(norms)
     return [s.sqrt() for s in sum_over_parts([norm.square() for norm in norms], parameters)]
@@ -409,9 +410,9 @@ def squared_norms(
     rows: Mapping[int, int] = {},  # noqa: B006
     mean: float = 0.0,
 ) -> Tensor:
-    """‖θ − mean‖² of each parameter in float64; collective if any is sharded.
+    """Return ‖θ − mean‖² of each parameter in float64; collective if any is sharded.
 
-    ``rows`` has, by a parameter's number, the row of it that is left out.
+    ``rows`` maps a parameter's number to a row that is left out.
     """
     sums = []
     for i, p in enumerate(parameters):

@@ -1,19 +1,20 @@
-"""Factors of a step of training, from the forward pass that the step itself makes.
+"""Compute the factors of a training step from the step's own forward pass.
 
 Life cycle of a `TrainingPass`. It registers two hooks at the model, which stay until
 `TrainingPass.detach`. In a step that needs new factors (`TrainingPass.is_due`):
 
-1. Before the model's forward pass, `_begin` makes the proof if it is missing, and enters a
+1. Before the model's forward pass, `_begin` makes the proof if it is missing. It enters a
    `Capture`, which registers hooks at the layers. Their inputs are added during the forward pass.
-2. After it, `_end` removes the layers' hooks and registers a hook at the model's output.
+2. After the forward pass, `_end` removes the layers' hooks and registers a hook at the model's
+   output.
 3. When the training's backward pass reaches that output, `_reached` propagates the vectors of the
    curvature back through the same graph, to outputs of layers only. Then the training's own
-   backward pass goes on.
+   backward pass continues.
 4. `mean_blocks` sums over ranks, scales the sums, and resets the pass.
 
-The vectors must come first, since the training's backward pass frees the graph as it goes. With
-fisher="empirical" there are no vectors: the training's own backward pass shows the gradients.
-Between steps 1 and 3, `_Forward` holds what belongs to one forward pass. With gradient accumulation
+The vectors must come first, because the training's backward pass frees the graph. With
+fisher="empirical" there are no vectors: the training's own backward pass gives the gradients.
+Between steps 1 and 3, `_Forward` holds the state of one forward pass. With gradient accumulation
 steps 1 to 3 repeat before step 4.
 """
 
@@ -59,23 +60,23 @@ from kfac_backend.sharding import gathered_again, is_substituted
 
 
 class TrainingPass:
-    """Factors of the forward passes of a step, one or, with gradient accumulation, several.
+    """Compute the factors of the forward passes of a step, several with gradient accumulation.
 
-    Parameters without a rule, and those whose uses no hook sees, are left out; they train with
-    their plain gradients. A layer whose rows belong to unknown examples is an error.
+    It leaves out parameters without a rule, and parameters whose uses no hook captures. They train
+    with their plain gradients. A layer whose rows belong to unknown examples is an error.
 
-    Arguments are those of `KfacPreconditioner`; ``parameters`` are those that get a block while
-    they are trained, by name.
+    The arguments are those of `KfacPreconditioner`. ``parameters`` maps names to the parameters
+    that get a block while they are trained.
 
-    BatchNorm may be in train mode, except with fisher="exact": vectors then go back through the
-    batch's statistics, as the training's gradients do. A row n of a layer acts on the outputs m
-    of all examples, and the factors are those of the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
+    BatchNorm may be in train mode, except with fisher="exact". Vectors then go back through the
+    batch's statistics, like the training's gradients. A row n of a layer affects the outputs m of
+    all examples, and the factors are those of the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
 
     Raises:
-        ValueError: options that are not for the likelihood, the device, the model's layers, or
-            that only a pass of its own can have.
-        NotImplementedError: a layer with an option that its rule does not know; in a forward pass,
-            what hooks cannot follow.
+        ValueError: options that the likelihood, the device or the layers do not support, or that
+            only a separate pass supports.
+        NotImplementedError: a layer with an option that its rule does not support; in a forward
+            pass, a use that hooks cannot follow.
     """
 
     def __init__(
@@ -90,15 +91,15 @@ class TrainingPass:
     ) -> None:
         parameters = dict(model.named_parameters() if parameters is None else parameters)
         self.trained = TrainedParameters(model, parameters)
-        """Which parameters get a block."""
+        """Selects the parameters with a block."""
         self._model = model
         self._now: _Forward | None = None
         self._runs_again: ExitStack | None = None
-        """The context of checkpoints, which run layers again in the backward pass."""
+        """Context of checkpoints, which run layers again in the backward pass."""
         self._probe = next(model.parameters(), None)
         self._is_paused = False
         self.is_scheduled = True
-        """Whether this step is one of those with new factors."""
+        """Whether this step is scheduled for new factors."""
         self.driver = Driver(
             model,
             likelihood,
@@ -111,28 +112,29 @@ class TrainingPass:
         self._loss = LossCheck(self.driver.task, loss_mean_over)
         check_memory(self.driver.proof.assignment, options, self.driver.device)
         self.covered = self.trained.assigned
-        """The parameters that were trained when factors were last made."""
-        # torch.compile traces the hook, and would swallow an error that it raises itself.
+        """Trained parameters of the latest factors."""
+        # torch.compile traces the hook, and would swallow its error.
         self._refuse_compiled: Any = torch.compiler.disable(_refuse_compiled)
         self._handles: list[RemovableHandle] = [
-            # Before FSDP's, which gathers for this forward pass and would see those of the proof.
+            # Before FSDP's hook, which gathers for this forward pass and would also run in the
+            # proof.
             model.register_forward_pre_hook(
                 _ModelHook(self._begin), with_kwargs=True, prepend=self.driver.sharded is not None
             ),
-            # Called after an error in the forward pass, too, so that no layer keeps its hooks.
+            # Also called after an error in the forward pass, so that no layer keeps its hooks.
             model.register_forward_hook(_ModelHook(self._end), always_call=True),
         ]
 
     def detach(self) -> None:
-        """Take all hooks off the model."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        # No `reset`: its new pass would fail where the process group of a sharded model is gone.
+        # No `reset`: its new pass would fail if the process group of a sharded model has ended.
         self._forget_forward()
 
     def reset(self) -> None:
-        """Forget the forward passes seen so far."""
+        """Discard the forward passes so far."""
         self._forget_forward()
         self.driver.start(FactorSums(self.driver.options, in_training=True))
 
@@ -144,18 +146,18 @@ class TrainingPass:
 
     @property
     def is_due(self) -> bool:
-        """Whether this step makes factors: it is scheduled, or unfrozen parameters have none."""
+        """Return whether this step makes factors: it is scheduled, or new parameters need some."""
         return self.is_scheduled or not self.trained.now() <= self.covered
 
     def _end_runs_again(self) -> None:
-        """Called at the end of a backward pass, and before whatever comes after one that failed."""
+        """Called at the end of a backward pass, or at the next call after one that failed."""
         if self._runs_again is not None:
             self._runs_again.close()
         self._runs_again = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose forward passes are not seen."""
+        """Context whose forward passes are ignored."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -163,15 +165,15 @@ class TrainingPass:
             self._is_paused = before
 
     def mean_blocks(self) -> dict[str, KroneckerBlock]:
-        """Parameter name -> block of the mean loss: B divided by the number of terms or examples.
+        """Return the blocks of the mean loss by name: B divided by the number of terms or examples.
 
-        Each is kept by one rank, and has a shape alone on the others. The pass is reset.
+        One rank keeps each block; on the others it has only a shape. The pass is reset.
 
         Raises:
-            RuntimeError: no forward pass with a backward pass was seen.
+            RuntimeError: there was no forward pass with a backward pass.
         """
         self._finish()
-        # Ranks without a batch take part too, or the others would wait for them.
+        # Ranks without a batch take part, too, because the others wait for them.
         sums = None if self._now is not None else self.driver.finish(by_owners=True)
         if sums is None or not sums.num_data:
             self.reset()
@@ -184,15 +186,15 @@ class TrainingPass:
         number = max(
             sums.num_loss_terms if self._loss.loss_mean_over == "terms" else sums.num_data, 1
         )
-        # The training's own gradients are those of a mean over T terms, b/T, so that the mean of
-        # b bᵀ is T Σ (b/T)(b/T)ᵀ. With several ranks each one's loss is a mean over its own terms,
-        # and its gradients are too large by the number of ranks, for the mean over all.
+        # The training's own gradients belong to a mean over T terms, b/T, so the mean of b bᵀ is T
+        # Σ (b/T)(b/T)ᵀ. With several ranks each loss is a mean over the rank's own terms. For the
+        # mean over all, its gradients are too large by the number of ranks.
         of_gradients = 1.0
         if self.driver.fisher.is_loss_gradient:
             of_gradients = (number / self.driver.ranks.size) ** 2
-        # Each factor is averaged on its own, so each must be that of the mean loss, and not only
-        # their product: A has the gradients of a weight that is stored inputs first. Of a weight
-        # that is used in both orientations A has the scale of the product.
+        # Each factor is averaged separately, so each factor, not only their product, must belong to
+        # the mean loss. If a weight is stored as (d_in, d_out), A contains the gradients. If a
+        # weight is used in both orientations, A has the scale of the product.
         inputs_first = {
             name
             for tracked in self.driver.proof.assignment.all
@@ -204,8 +206,8 @@ class TrainingPass:
         blocks = assemble_blocks(self._model, sums)
         self.reset()
         self.covered = self.trained.now()
-        # Averages change in place: so a weight and its bias, which may share a B, get one each, and
-        # rows would be in vain beside the matrix.
+        # Averages change in place. So a weight and its bias, which may share a B, get separate
+        # ones. Rows in addition to the matrix would be useless.
         means = {}
         for name, block in blocks.items():
             B, A = block.B, block.A
@@ -221,11 +223,11 @@ class TrainingPass:
         return means
 
     def _begin(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before each forward pass of the model: prepare to see it, if factors are due."""
-        self._end_runs_again()  # of a backward pass that failed
+        """Called before each forward pass of the model: prepare the capture if factors are due."""
+        self._end_runs_again()  # after a backward pass that failed
         if self._now is not None and not self._now.is_over:
             self.reset()  # Ctrl-C ended the last one, after which torch calls no hook
-        # Another pass over the model runs it with other tensors in the parameters' places.
+        # Another pass over the model runs it with replaced parameters.
         is_itself = next(self._model.parameters()) is self._probe
         if self.driver.sharded:  # gathered parameters are other tensors, too
             is_itself = not is_substituted(self._model)
@@ -251,18 +253,18 @@ class TrainingPass:
             self._show(_input(self._model, args, kwargs), stack)
 
     def _show(self, x: Any, stack: ExitStack) -> None:
-        """Prove the model on x, and enter the contexts that the forward pass runs in.
+        """Prove the model on x, and enter the contexts of the forward pass.
 
-        ``stack`` closes what was entered if anything fails here. Otherwise the contexts
-        move to the `_Forward`, which closes them after the forward pass.
+        ``stack`` closes the entered contexts if anything fails here. Otherwise they move to the
+        `_Forward`, which closes them after the forward pass.
         """
         driver = self.driver
         mask = driver.task.mask(x)
         with self.paused():
             self.trained.prove(driver, x, None if driver.proof.holds_for_masks else mask)
         if not (driver.fisher.draws or driver.fisher.is_loss_gradient):
-            # One vector has a column of each example's root. Behind statistics of the batch the
-            # products of different examples' columns would not vanish, not even on average.
+            # One vector combines columns of all examples' roots. With batch statistics the products
+            # of different examples' columns would not vanish, not even on average.
             check_batch_norm(self._model, "pass fisher='mc'")
         forward = _Forward(driver.capture(), mask, x)
         stack.enter_context(explicit_forwards(driver.proof.assignment))
@@ -275,8 +277,8 @@ class TrainingPass:
             (name,) = tracked.parameters.values()
             stack.enter_context(_temporary_parameter(tracked.layer, copies[name]))
         forward.context = stack.pop_all()
-        # `_end` must run after the layers' hooks. Where the model is itself a layer, that hook was
-        # registered later. Moving `_end` keeps its handle, where registering it anew would not.
+        # `_end` must run after the layers' hooks. If the model is itself a layer, its layer hook
+        # was registered later. Moving `_end` keeps its handle; registering it again would not.
         hooks: Any = self._model._forward_hooks  # an OrderedDict
         hooks.move_to_end(self._handles[-1].id)
         self._now = forward
@@ -311,21 +313,21 @@ class TrainingPass:
                 x = detached(forward.x, self.driver.device)
                 self.driver.proof.make_for_runs(runs, x, forward.mask, None)
         forward.x = None
-        # The hook holds ``forward``, and this the output: a cycle that keeps the graph until the
-        # gradient has come, or until `_Forward.forget` breaks it.
+        # The hook refers to ``forward``, which refers to the output. This cycle keeps the graph
+        # until the gradient has come, or until `_Forward.forget` breaks it.
         forward.f = f
         f.register_hook(lambda g: self._reached(forward, g))
 
     def _reached(self, forward: "_Forward", g: Tensor) -> None:
-        """The training's backward pass has reached the model's output, with the gradient g."""
+        """Called when the training's backward pass reaches the output with the gradient g."""
         driver = self.driver
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         if self._runs_again is None:
             # Layers in checkpoints run again in this backward pass, by the same parts. torch calls
-            # what is queued at its end, and not at all if it fails.
+            # queued functions at its end, and never if it fails.
             self._runs_again = explicit_forwards(driver.proof.assignment)
             queue_callback(self._end_runs_again)
-        # The curvature's own vectors begin at this output and call this hook, too, as does the
+        # The curvature's own vectors also begin at this output and call this hook, like the
         # backward pass of a second loss.
         if forward.is_seen and not driver.fisher.is_loss_gradient:
             return
@@ -337,7 +339,7 @@ class TrainingPass:
                 "forward pass. Put the examples into one batch, add the losses, or run the other "
                 "passes with paused()."
             )
-        # Labels cannot be drawn from NaN, and on a GPU the attempt would end the process.
+        # Drawing labels from NaN would end the process on a GPU.
         if not torch.isfinite(f).all():
             raise diverging("The model's output")
         y = self._loss.targets(f, g, forward.mask)
@@ -346,28 +348,28 @@ class TrainingPass:
         driver.state.num_outputs = f.shape[-1]
         driver.state.num_loss_terms += num_counted_terms(f, y, driver.task.likelihood)
         if driver.fisher.is_loss_gradient:
-            # The backward pass that goes on from here shows the gradients.
+            # The training's backward pass gives the gradients.
             queue_callback(forward.backward_ended)
             return
         try:
             with gathered_again(self._model):
                 driver.propagate(forward.capture, f, y)
             self._finish()
-        except BaseException:  # a part of the batch is in the sums
+        except BaseException:  # the sums contain a part of the batch
             self.reset()
             raise
 
     def _finish(self) -> None:
-        """Close the latest forward pass, if the backward pass has come to its output.
+        """Close the latest forward pass, if the backward pass has reached its output.
 
-        With fisher="empirical" the training's backward pass shows its gradients later than
-        `_reached`, so this is called only at the next forward pass or the next step.
+        With fisher="empirical" the training's backward pass gives gradients after `_reached`, so
+        this is called only at the next forward pass or the next step.
         """
         forward = self._now
         if forward is None or not forward.is_seen:
             return
         if self.driver.fisher.is_loss_gradient and not forward.has_gradients:
-            self.reset()  # the backward pass failed; a part of the batch is in the sums
+            self.reset()  # the backward pass failed, and the sums contain a part of the batch
             return
         self._now = None
         with forward.capture.arithmetic():
@@ -376,12 +378,12 @@ class TrainingPass:
         forward.capture.forget()
 
     def _drop(self) -> None:
-        """Forget a forward pass without a backward pass, such as one of evaluation.
+        """Discard a forward pass without a backward pass, such as one for evaluation.
 
-        Its inputs are in the sums already, so all sums must be dropped.
+        The sums already contain its inputs, so all sums must be dropped.
 
         Raises:
-            RuntimeError: the sums also hold other forward passes of this step.
+            RuntimeError: the sums also contain other forward passes of this step.
         """
         others = self.driver.state.num_data
         self.reset()
@@ -393,31 +395,32 @@ class TrainingPass:
 
 
 class TrainedParameters:
-    """Which parameters get a block: those that are trained, have a rule, and are seen by hooks.
+    """Select the parameters with a block: trained ones with a rule and with hooks.
 
     Args:
         model: the model.
-        parameters: name -> parameter that gets a block while it is trained (``requires_grad``).
+        parameters: maps names to parameters that get a block while they are trained
+            (``requires_grad``).
     """
 
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
         self._model, self.parameters = model, parameters
         self.assigned = frozenset[str]()
-        """What was trained when the present rules were assigned."""
+        """Trained parameters at the assignment of the present rules."""
         self._named: set[str] = set()  # parameters without a rule that a warning has named
 
     def now(self) -> frozenset[str]:
-        """The parameters that are trained at present."""
+        """Return the parameters that are trained at present."""
         return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
 
     def assign(self) -> RuleAssignment:
-        """The layers with rules; parameters without one have no block."""
+        """Return the layers with rules. Parameters without one have no block."""
         trained = self.now()
         shapes = ((name, self.parameters[name]) for name in trained)
-        # Where none is left, the error of assign_rules names the first one and the way out.
+        # If none is left, the error of assign_rules names the first one and the way out.
         only = {name for name, p in shapes if p.dim() and not p.is_complex()} or trained
         with preserve_state(self._model):
-            self._model.eval()  # BatchNorm has a rule there
+            self._model.eval()  # BatchNorm has a rule in eval mode
             assignment = assign_rules(self._model, "freeze", only)
         assignment = _only_with_hooks(assignment, assignment.unknown)
         self.assigned = trained
@@ -433,7 +436,7 @@ class TrainedParameters:
         return assignment
 
     def prove(self, driver: Driver, x: Any, mask: Tensor | None) -> None:
-        """Prove, in eval mode, that the hooks see all, and the mask's part; see `Proof`."""
+        """Prove, in eval mode, that the hooks capture all uses and the mask fits; see `Proof`."""
         N, proof = num_examples(x), driver.proof
         misses = not proof.is_made(N) or mask is not None
         if driver.sharded:
@@ -441,7 +444,7 @@ class TrainedParameters:
         if not misses:
             return
         batches = [(detached(x, driver.device), mask)]
-        if driver.sharded:  # whose ranks run the model equally often
+        if driver.sharded:  # its ranks run the model equally often
             some = driver.sharded.examples_of_ranks((x, torch.zeros(N or 0), mask))
             batches = [(x, driver.task.mask(x)) for x, _ in some]
         try:
@@ -467,7 +470,7 @@ class TrainedParameters:
             proof.make_for_masks(x, mask, mask if proof.output_dim > 2 else None)
 
     def _leave_out_followed(self, proof: Proof) -> None:
-        """Leave out parameters whose uses the proof follows operation by operation."""
+        """Leave out parameters that the proof follows operation by operation."""
         assignment = proof.assignment
         followed = dict.fromkeys(assignment.operations.names)
         for tracked in assignment.layers:
@@ -494,9 +497,9 @@ def _refuse_compiled(name: str) -> None:
 
 
 def _only_with_hooks(assignment: RuleAssignment, others: Mapping[str, object]) -> RuleAssignment:
-    """The assignment without parameters that would have to be followed operation by operation.
+    """Return the assignment without parameters that need to be followed by operations.
 
-    That needs other leaves in place of the parameters, which a step of training cannot run on.
+    Following would replace the parameters by other leaves, which a training step cannot use.
 
     Raises:
         ValueError: no parameter is left.
@@ -512,29 +515,29 @@ class _Forward:
     mask: Tensor | None
     x: Any
     context: ExitStack = field(default_factory=ExitStack)
-    """The contexts that the forward pass runs in."""
+    """Contexts of the forward pass."""
     f: Tensor | None = None
-    """The output, while its gradient has not come."""
+    """Output, until its gradient has come."""
     is_over: bool = False
     """Whether the forward pass has ended."""
     is_seen: bool = False
     """Whether the backward pass has reached the output."""
     has_gradients: bool = False
-    """Whether the backward pass has gone to its end; set with fisher="empirical" alone."""
+    """Whether the backward pass has finished; set only with fisher="empirical"."""
 
     def backward_ended(self) -> None:
         """Called at the end of the training's backward pass."""
         self.has_gradients = True
 
     def forget(self) -> None:
-        """Drop the graph, and take the hooks off the layers."""
+        """Drop the graph, and remove the hooks from the layers."""
         self.context.close()
         self.capture.forget()
         self.f = None
 
 
 class _ModelHook:
-    """A hook at the model that does nothing in a copy of the model (deepcopy, pickle)."""
+    """Hook at the model that does nothing in a copy of the model (deepcopy, pickle)."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -550,7 +553,7 @@ class _ModelHook:
 
 @contextmanager
 def _temporary_parameter(layer: Any, copies: Tensor) -> Iterator[None]:
-    """A context in which the copies take the place of a module's own parameter."""
+    """Context in which the copies replace a module's own parameter."""
     parameters, own = layer.holder._parameters, layer.value
     parameters[layer.name] = copies
     try:
@@ -560,7 +563,7 @@ def _temporary_parameter(layer: Any, copies: Tensor) -> Iterator[None]:
 
 
 def _input(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The input of a call of the model: its one argument, or a mapping of tensors by name."""
+    """Return the input of a model's call: its one argument, or a mapping of tensors by name."""
     if len(args) == 1 and not kwargs:
         return args[0]
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
