@@ -1,14 +1,14 @@
-"""Influence of training examples on predictions: which examples made this prediction.
+"""Compute the influence of training examples on predictions.
 
-τ(q, n) = ∇m(q)ᵀ (H + P)⁻¹ ∇ℓ_n: to first order, the change of measurement m of query q if training
-example n is left out. H + P is the posterior's precision, block by block, so that the learned prior
-precisions are the damping that other tools ask for. Training gradients are never stored: a backward
-pass gives the layers' inputs and output gradients, and each layer's gradients are contracted with
-the solved query gradients, for a few examples at a time.
+τ(q, n) = ∇m(q)ᵀ (H + P)⁻¹ ∇ℓ_n is, to first order, the change of measurement m of query q if
+training example n is left out. H + P is the posterior's precision, block by block. The learned
+prior precisions replace the damping that other tools ask for. Training gradients are never stored:
+a backward pass gives the layers' inputs and output gradients, and each layer's gradients are
+contracted with the solved query gradients, for a few examples at a time.
 
-The exact blocks of the GGN are H_b = Σ_n Σ_v g_nv g_nvᵀ, from the inputs and output gradients of
-all training examples, which are stored. Their systems are solved by conjugate gradients, with the
-EKFAC block as the preconditioner.
+The exact blocks of the GGN are H_b = Σ_n Σ_v g_nv g_nvᵀ, from the stored inputs and output
+gradients of all training examples. Conjugate gradients solve their systems, with the EKFAC block as
+the preconditioner.
 
 Sources: Koh & Liang 2017 (arXiv:1703.04730); Grosse et al. 2023 (arXiv:2308.03296) for EKFAC.
 """
@@ -45,18 +45,18 @@ Blocks = Literal["layer", "tensor"]
 Damping = Literal["evidence", "relative"] | float
 Measurement = Literal["loss", "margin", "log_odds"] | Callable[[Tensor, Tensor], Tensor]
 Gradients = dict[str, Tensor]
-"""Parameter name -> gradients (Q, P), flattened as PyTorch flattens the parameter."""
+"""Maps a parameter's name to gradients (Q, P), flattened as PyTorch flattens the parameter."""
 
 RELATIVE = 0.1
-"""The damping "relative": this share of a tensor's mean eigenvalue."""
+"""Share of a tensor's mean eigenvalue that damping="relative" uses."""
 QUERY_BYTES = 2**30
 """Bytes of the query gradients that are solved and contracted together."""
 ROW_BYTES = 4 * 2**30
-"""Most bytes of inputs and output gradients that exact blocks store."""
+"""Maximum number of bytes of inputs and output gradients that exact blocks store."""
 DENSE_BYTES = 32 * 2**20
 """Bytes of dense gradients that are formed at once."""
 MOST_ITERATIONS = 1000
-"""Most iterations of the conjugate gradients, after which a warning gives the residual."""
+"""Maximum number of conjugate gradient iterations, after which a warning gives the residual."""
 
 
 def influence(
@@ -70,37 +70,37 @@ def influence(
     damping: Damping = "evidence",
     progress: bool = False,
 ) -> Float[Tensor, "Q N"]:
-    """Scores τ(q, n): the change of query q's measurement if training example n is left out.
+    """Return scores τ(q, n): the change of query q's measurement without training example n.
 
     A training example with a large positive τ for the loss of q supports the label of q: without
     it, the loss rises. The columns follow the order of ``train``. ``scores.topk(5)`` has the five
-    most helpful examples of each query. Exact for a quadratic loss up to the leverage of example n:
-    the true change is τ / (1 − h_n).
+    most helpful examples of each query. The score is exact for a quadratic loss up to the leverage
+    h_n of example n: the true change is τ / (1 − h_n).
 
     Args:
         posterior: the fitted posterior, at the network's weights.
-        queries: batches (x, y), or mappings, as of the fit. Each pass over the training data serves
+        queries: batches (x, y), or mappings, as in the fit. Each pass over the training data serves
             as many queries as fit into 1 GiB of gradients.
         train: the data of the fit, in a fixed order and in an iterable that can be read repeatedly.
-        measurement: "loss" (−log p(y|f), in nats, summed over an example's terms); for classes and
+        measurement: "loss" (−log p(y|f), in nats, summed over an example's terms). For classes and
             outputs (N, C) also "margin" (the output of the label minus the largest other one) and
-            "log_odds" (log p/(1 − p) of the label); or a function of outputs (q, ..., C) and
+            "log_odds" (log p/(1 − p) of the label). Or a function of outputs (q, ..., C) and
             targets that returns one number for each example (q,).
-        curvature: "exact" takes the exact blocks of the GGN and stores the inputs and output
-            gradients of all training examples; "ekfac" the eigenvalue-corrected and "kfac" the
-            plain blocks of the posterior's factors.
+        curvature: "exact" uses the exact blocks of the GGN and stores the inputs and output
+            gradients of all training examples. "ekfac" uses the eigenvalue-corrected blocks of the
+            posterior's factors, and "kfac" the plain ones.
         blocks: "tensor" for one block per parameter tensor; "layer" for one block of all tensors of
             a module, such as weight and bias (only for "exact").
-        damping: "evidence" takes the posterior's prior precision δ of each tensor. "relative" takes
-            0.1 times the mean eigenvalue of each tensor's block, a number takes this precision for
-            all tensors; both replace δ. A number has the scale of δ, beside the sum over the data.
+        damping: "evidence" uses the posterior's prior precision δ of each tensor. "relative" uses
+            0.1 times the mean eigenvalue of each tensor's block instead. A number replaces δ by
+            this precision for all tensors; it has the scale of δ, for a sum over the data.
         progress: whether to show progress bars.
 
     Returns:
         Scores (Q, N), on the CPU.
 
     Raises:
-        AttributeError: a posterior that is not fitted.
+        AttributeError: the posterior is not fitted.
         TypeError: training data that can be read only once.
         ValueError: options that are not supported or do not go together; a posterior that is not
             from Kronecker factors; training data in random order or other data than the fit's;
@@ -117,8 +117,8 @@ def influence(
         check_positive("damping", damping)
     if blocks == "layer" and curvature != "exact":
         raise ValueError(
-            f"blocks='layer' is for curvature 'exact'; '{curvature}' has a block for each tensor. "
-            "Pass blocks='tensor'."
+            f"blocks='layer' needs curvature='exact'. With '{curvature}' each tensor has its own "
+            "block. Pass blocks='tensor'."
         )
     check_read_twice(train)
     check_not_shuffled(train)
@@ -151,31 +151,31 @@ def influence(
             driver.finish()
             scores.append(torch.cat(contraction.scores, 1))
     if not scores:
-        raise ValueError("There is no query: the loader yields no batch.")
+        raise ValueError("The loader of queries yields no batch. Pass at least one query.")
     return torch.cat(scores)
 
 
 def _module_of(name: str) -> str:
-    """The module that has a parameter."""
+    """Return the module that has a parameter."""
     return name.rpartition(".")[0]
 
 
 def check_not_shuffled(train: Any) -> None:
-    """Raise a ValueError for a loader whose order is random: columns would have no meaning."""
+    """Raise a ValueError for a loader with a random order: columns would have no meaning."""
     is_random = isinstance(train, DataLoader) and isinstance(train.sampler, RandomSampler)
     if is_random or getattr(train, "shuffle", False) is True:
         raise ValueError(
-            f"This {type(train).__name__} shuffles, so that the columns of the scores would belong "
-            "to no known examples; pass the data in a fixed order (shuffle=False)."
+            f"This {type(train).__name__} shuffles, so the columns of the scores could not be "
+            "assigned to examples. Pass the data in a fixed order (shuffle=False)."
         )
 
 
 def _spectra(
     posterior: Posterior, train: Any, curvature: str, damping: Damping, progress: bool
 ) -> tuple[PosteriorPrecision, dict[str, float], float]:
-    """Each tensor's eigenvectors and eigenvalues of H/(σ²T) + P; P; and 1/(σ²T).
+    """Return each tensor's eigenvectors and eigenvalues of H/(σ²T) + P; P; and 1/(σ²T).
 
-    Of the exact blocks they are the preconditioner.
+    For exact blocks they are the preconditioner.
     """
     factors = posterior.fitted_factors()
     scale = 1 / (float(posterior.sigma_noise) ** 2 * posterior.temperature)
@@ -185,8 +185,8 @@ def _spectra(
         )
     elif curvature == "kfac" and factors.is_corrected:
         raise ValueError(
-            "The posterior was fitted with corrected eigenvalues; pass curvature='ekfac', or fit "
-            "it with corrected=False."
+            "The posterior has corrected eigenvalues. Pass curvature='ekfac', or fit it with "
+            "corrected=False."
         )
     dtype = at_least_float32(posterior.mean).dtype
     eigen = decompose([block.to(dtype=dtype) for block in factors.blocks.values()])
@@ -203,7 +203,7 @@ def _spectra(
 
 
 def _driver(posterior: Posterior) -> Driver:
-    """A driver over the parameters with a posterior, on this process alone."""
+    """Return a driver over the parameters with a posterior, on this process alone."""
     sizes = {name: block.numel for name, block in posterior.fitted_factors().blocks.items()}
     return Driver(
         posterior.model,
@@ -221,7 +221,7 @@ def _driver(posterior: Posterior) -> Driver:
 def _measurement(
     measurement: Measurement, posterior: Posterior
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function from outputs (q, ..., C) and targets to the gradient of Σ m in the outputs."""
+    """Return the function from outputs (q, ..., C) and targets to the gradient of Σ m."""
     likelihood, sigma = posterior.likelihood, float(posterior.sigma_noise)
     if measurement == "loss":
         return lambda f, y: loss_gradient(f, y, likelihood) / sigma**2
@@ -229,8 +229,8 @@ def _measurement(
         check_option("measurement", measurement, Literal["loss", "margin", "log_odds"])
         if likelihood.kind != "classes":
             raise ValueError(
-                f"measurement={measurement!r} is for classes, and the likelihood is "
-                f"'{likelihood}'; take 'loss', or pass a function of outputs and targets."
+                f"measurement={measurement!r} is for classes, but the likelihood is "
+                f"'{likelihood}'. Pass 'loss', or a function of outputs and targets."
             )
     of_name = {"margin": _margin, "log_odds": _log_odds}
     function = of_name[measurement] if isinstance(measurement, str) else measurement
@@ -241,8 +241,8 @@ def _measurement(
             m = function(f, y)
             if m.shape != f.shape[:1]:
                 raise ValueError(
-                    f"The measurement of {len(f)} queries has shape {tuple(m.shape)}; one number "
-                    f"for each query ({len(f)},) is needed. Sum over an example's positions."
+                    f"The measurement of {len(f)} queries has shape {tuple(m.shape)}, but must be "
+                    f"one number for each query ({len(f)},). Sum over an example's positions."
                 )
             return torch.autograd.grad(m.sum(), f)[0]
 
@@ -250,10 +250,10 @@ def _measurement(
 
 
 def _others(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of the label (q,), and the outputs with -inf in its place (q, C)."""
+    """Return the output of the label (q,), and the outputs with -inf in its place (q, C)."""
     if f.dim() != 2:
         raise ValueError(
-            f"margin and log_odds are for outputs (N, C), not {tuple(f.shape)}; pass a function of "
+            f"margin and log_odds need outputs (N, C), not {tuple(f.shape)}. Pass a function of "
             "outputs and targets that returns one number for each example."
         )
     index = y.long()[:, None]
@@ -271,7 +271,7 @@ def _log_odds(f: Tensor, y: Tensor) -> Tensor:
 
 
 def loss_gradient(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
-    """∇_f ℓ at σ = T = 1, zero at terms that do not count."""
+    """Return ∇_f ℓ at σ = T = 1, with zeros at terms that do not count."""
     gradient = likelihood.gradient(at_least_float32(f.detach()), y)
     counted = counted_terms(y, likelihood)
     return gradient if counted is None else gradient.masked_fill(~counted[..., None], 0.0)
@@ -281,7 +281,7 @@ def loss_gradient(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
 
 
 class _ByParameter(HeldGradients):
-    """Hands on each batch's gradients parameter by parameter, for one vector or those of the GGN.
+    """Pass on each batch's gradients by parameter, for one vector or all vectors of the GGN.
 
     Args:
         spectra: the blocks.
@@ -297,14 +297,14 @@ class _ByParameter(HeldGradients):
         """Begin without gradients."""
         if assignment.diagonal:
             raise NotImplementedError(
-                f"Parameter '{assignment.diagonal[0]}' has no K-FAC rule, and influence supports "
-                "parameters with a rule. Freeze it (requires_grad_(False)) before the fit, or "
-                "register a rule (see kfac_backend.layers)."
+                f"Parameter '{assignment.diagonal[0]}' has no K-FAC rule, which influence needs. "
+                "Freeze it (requires_grad_(False)) before the fit, or register a rule (see "
+                "kfac_backend.layers)."
             )
         super().__init__(LayerGradients(assignment, self._spectra))
 
     def batch_done(self, f: Tensor, y: Tensor) -> None:
-        """Hand on the gradients, and forget them."""
+        """Pass on the gradients, and drop them."""
         most = DENSE_BYTES if self.some_examples else None
         self.begin_batch(len(f))
         for subset, gradients in self.gradients.by_parameter(self.take(), self.uses, most):
@@ -312,15 +312,15 @@ class _ByParameter(HeldGradients):
         self.forget()
 
     def begin_batch(self, number: int) -> None:
-        """All gradients of a batch of this number of examples follow."""
+        """Called before all gradients of a batch with this number of examples."""
 
     def add(self, subset: slice, gradients: ParameterGradients) -> None:
-        """Take the gradients of some of the batch's examples in one parameter."""
+        """Receive the gradients of some of the batch's examples for one parameter."""
         raise NotImplementedError
 
 
 class _QueryGradients(_ByParameter):
-    """The gradients of the queries' measurements, (q, P) for each parameter."""
+    """Collect the gradients of the queries' measurements, (q, P) for each parameter."""
 
     def __init__(
         self, spectra: PosteriorPrecision, measure: Callable[[Tensor, Tensor], Tensor]
@@ -330,7 +330,7 @@ class _QueryGradients(_ByParameter):
         self.gradients_of: Gradients = {}
 
     def vectors(self, of_fisher: Any, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """One vector, the measurements' gradient in the outputs."""
+        """Yield one vector, the measurements' gradient at the outputs."""
         yield self._measure(f.detach(), y)
 
     def begin_batch(self, number: int) -> None:
@@ -348,7 +348,7 @@ class _QueryGradients(_ByParameter):
 
 
 class _Contraction(_ByParameter):
-    """Σ over parameters of ⟨solved query gradient, training gradient⟩, batch by batch."""
+    """Sum ⟨solved query gradient, training gradient⟩ over parameters, batch by batch."""
 
     def __init__(
         self, spectra: PosteriorPrecision, solved: Gradients, likelihood: Likelihood, scale: float
@@ -356,10 +356,10 @@ class _Contraction(_ByParameter):
         super().__init__(spectra)
         self._solved, self._likelihood, self._scale = solved, likelihood, scale
         self.scores: list[Float[Tensor, "Q n"]] = []
-        """Of each batch, on the CPU."""
+        """Scores of each batch, on the CPU."""
 
     def vectors(self, of_fisher: Any, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """One vector, the gradient of the training loss of the objective, at σ and T."""
+        """Yield one vector, the gradient of the objective's training loss, at σ and T."""
         yield self._scale * loss_gradient(f, y, self._likelihood)
 
     def begin_batch(self, number: int) -> None:
@@ -373,20 +373,20 @@ class _Contraction(_ByParameter):
         self._batch[:, subset] += _Products([gradients]).inner([S])[:, :, 0]
 
     def batch_done(self, f: Tensor, y: Tensor) -> None:
-        """Keep the batch's scores."""
+        """Store the batch's scores."""
         super().batch_done(f, y)
         self.scores.append(self._batch.cpu())
 
 
 class _Rows(_ByParameter):
-    """The gradients of the GGN's vectors of all examples, by inputs and output gradients."""
+    """Store the gradients of the GGN's vectors, as inputs and output gradients of all examples."""
 
     some_examples = False
 
     def __init__(self, spectra: PosteriorPrecision) -> None:
         super().__init__(spectra)
         self.batches: list[list[ParameterGradients]] = []
-        """Of each batch, the gradients in all parameters."""
+        """Gradients of all parameters, for each batch."""
         self._bytes = 0
 
     def begin_batch(self, number: int) -> None:
@@ -394,13 +394,13 @@ class _Rows(_ByParameter):
         self.batches.append([])
 
     def add(self, subset: slice, gradients: ParameterGradients) -> None:
-        """Keep the rows."""
+        """Store the rows."""
         uses = (t for use, _ in gradients.uses for t in use if t is not None)
         self._bytes += sum(t.nbytes for t in uses)
         if self._bytes > ROW_BYTES:
             raise MemoryError(
-                f"Exact blocks store more than {ROW_BYTES >> 30} GiB of inputs and output "
-                "gradients of the training data; pass curvature='ekfac', which stores none."
+                f"The exact blocks would store more than {ROW_BYTES >> 30} GiB of inputs and "
+                "output gradients. Pass curvature='ekfac', which stores none."
             )
         self.batches[-1].append(gradients)
 
@@ -417,7 +417,7 @@ class _Products:
         _, self._n, _, self._V, _ = gradients[0].uses[0][0].b.shape
 
     def inner(self, S: list[Tensor]) -> Float[Tensor, "Q n V"]:
-        """Σ over parameters of ⟨S_q, g_nv⟩, from S (Q, P) of each."""
+        """Return Σ over parameters of ⟨S_q, g_nv⟩, from S (Q, P) of each."""
         total = S[0].new_zeros(len(S[0]), self._n, self._V)
         for own, gradients in zip(S, self._gradients, strict=True):
             if (factored := _one_position(gradients)) is not None:
@@ -431,7 +431,7 @@ class _Products:
         return total
 
     def outer(self, c: Float[Tensor, "Q n V"]) -> list[Tensor]:
-        """Σ_n Σ_v c_qnv g_nv in each parameter, (Q, P)."""
+        """Return Σ_n Σ_v c_qnv g_nv in each parameter, (Q, P)."""
         sums = []
         for gradients in self._gradients:
             P = gradients.spectrum.numel()
@@ -449,7 +449,7 @@ class _Products:
 
 
 def _one_position(gradients: ParameterGradients) -> tuple[Tensor, Tensor, bool] | None:
-    """Factors b (G, n, V, d_out) and a (G, n, d_in) of gradients b aᵀ; None for others."""
+    """Return factors b (G, n, V, d_out) and a (G, n, d_in) of gradients b aᵀ; None for others."""
     (use, transposed), *others = gradients.uses
     if others or use.a is None or use.b.shape[2] != 1:
         return None
@@ -459,7 +459,7 @@ def _one_position(gradients: ParameterGradients) -> tuple[Tensor, Tensor, bool] 
 def _matrices(
     S: Float[Tensor, "Q P"], gradients: ParameterGradients, transposed: bool
 ) -> Float[Tensor, "Q G d_out d_in"]:
-    """Flat parameters as matrices."""
+    """Return flat parameters as matrices."""
     use, _ = gradients.uses[0]
     assert use.a is not None
     G, d_out, d_in = len(use.b), use.b.shape[-1], use.a.shape[-1]
@@ -468,7 +468,7 @@ def _matrices(
 
 
 def _dense(gradients: ParameterGradients) -> Iterator[tuple[slice, Float[Tensor, "n V P"]]]:
-    """The dense gradients, of a few examples at a time."""
+    """Yield the dense gradients, a few examples at a time."""
     use, _ = gradients.uses[0]
     _, n, _, V, _ = use.b.shape
     size = max(1, DENSE_BYTES // (V * gradients.spectrum.numel() * use.b.element_size()))
@@ -478,7 +478,7 @@ def _dense(gradients: ParameterGradients) -> Iterator[tuple[slice, Float[Tensor,
 
 
 def _of_slot(S: Float[Tensor, "Q P"], gradients: ParameterGradients) -> Float[Tensor, "Q p"]:
-    """The part of a tensor's vectors that belongs to one of its maps."""
+    """Return the part of a tensor's vectors that belongs to one of its maps."""
     p = gradients.spectrum.numel()
     return S[:, gradients.slot * p : (gradients.slot + 1) * p]
 
@@ -493,7 +493,7 @@ def _query_gradients(
     measure: Callable[[Tensor, Tensor], Tensor],
     progress: bool,
 ) -> Iterator[Gradients]:
-    """The queries' gradients, as many at a time as `QUERY_BYTES` hold."""
+    """Yield the queries' gradients, as many at a time as fit into `QUERY_BYTES`."""
     of_query = sum(s.numel() * s.element_size() for _, s in spectra.values())
     waiting: list[Gradients] = []
     number = 0
@@ -516,7 +516,7 @@ def _joined(parts: list[Gradients]) -> Gradients:
 
 
 def _precondition(gradients: Gradients, spectra: PosteriorPrecision) -> Gradients:
-    """Solved by eigenvectors."""
+    """Solve the systems by eigenvectors."""
     solved = {}
     for name, v in gradients.items():
         eigen, spectrum = spectra[name]
@@ -529,7 +529,7 @@ class _ExactBlock:
 
     Args:
         names: the tensors.
-        rows: of all training examples.
+        rows: rows of all training examples.
         spectra: the EKFAC blocks of the tensors, which precondition.
         delta: P of each tensor.
         scale: 1/(σ²T).
@@ -548,7 +548,7 @@ class _ExactBlock:
         self._batches = [batch for batch in batches if batch]
 
     def solve(self, gradients: Gradients) -> Gradients:
-        """The solutions for query gradients."""
+        """Return the solutions for query gradients."""
         b = torch.cat([gradients[name] for name in self._names], 1)
         x = conjugate_gradients(self._matvec, self._precondition, b, ", ".join(self._names))
         return self._split(x)
@@ -577,13 +577,13 @@ def conjugate_gradients(
     b: Float[Tensor, "Q P"],
     name: str = "the system",
 ) -> Float[Tensor, "Q P"]:
-    """Solutions x of M x = b for each row, to a residual of √ε of b.
+    """Return solutions x of M x = b for each row, to a residual of √ε of b.
 
     Args:
         matvec: M v for rows v, M symmetric and positive definite.
         precondition: an approximation of M⁻¹ v, symmetric and positive definite.
         b: right-hand sides.
-        name: of the system, for the warning.
+        name: name of the system, for the warning.
     """
     tolerance = torch.finfo(b.dtype).eps ** 0.5 * b.norm(dim=1)
     x, r = torch.zeros_like(b), b.clone()
@@ -594,7 +594,7 @@ def conjugate_gradients(
         if not active.any():
             return x
         q = matvec(p)
-        # Rows that are solved stay: their directions are zero, or would divide zero by zero.
+        # Solved rows stay unchanged: their directions are zero, or would divide zero by zero.
         alpha = torch.where(active[:, None], rz / (p * q).sum(1, keepdim=True), 0.0)
         x, r = x + alpha * p, r - alpha * q
         z = precondition(r)
@@ -603,7 +603,8 @@ def conjugate_gradients(
     worst = float((r.norm(dim=1) / b.norm(dim=1).clamp(min=1e-300)).max())
     warnings.warn(
         f"The conjugate gradients of {name} have a relative residual of {worst:.1e} after "
-        f"{MOST_ITERATIONS} iterations; scores are as inexact. A larger damping helps.",
+        f"{MOST_ITERATIONS} iterations, so the scores have errors of this size. Pass a larger "
+        "damping.",
         RuntimeWarning,
         stacklevel=2,
     )

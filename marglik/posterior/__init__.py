@@ -1,1 +1,1 @@
-"""The posterior: prior, evidence, hyperparameters, priors post hoc, files."""
+"""The Laplace posterior: prior, evidence, hyperparameters, precision."""

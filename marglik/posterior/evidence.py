@@ -1,7 +1,7 @@
-"""The Laplace approximation of the log marginal likelihood, from the curvature's eigenvalues.
+"""Compute the Laplace approximation of the log marginal likelihood from curvature eigenvalues.
 
-log p(D) ≈ log p(D|θ*)/T − ½ θ*ᵀ P₀ θ* − ½ (log det(H/(σ²T) + P₀) − log det P₀), in nats, a sum
-over the data. Source: Immer et al. 2021 (arXiv:2104.04975); the likelihood is tempered here.
+log p(D) ≈ log p(D|θ*)/T − ½ θ*ᵀ P₀ θ* − ½ (log det(H/(σ²T) + P₀) − log det P₀), in nats, a sum over
+the data. Source: Immer et al. 2021 (arXiv:2104.04975). Here the likelihood has a temperature T.
 """
 
 import math
@@ -22,11 +22,11 @@ from marglik.posterior.jacobian_ggn import JacobianGGN
 
 @dataclass(frozen=True)
 class EvidenceTerms:
-    """What the evidence needs of a fitted network; independent of the hyperparameters."""
+    """Quantities of a fitted network for the evidence, independent of the hyperparameters."""
 
     spectra: Spectra | JacobianGGN
-    """The eigenvalues of each block of the curvature at σ = 1; of a GGN from Jacobians the GGN
-    itself, in which each parameter is a block of its own."""
+    """The eigenvalues of each block of the curvature at σ = 1. For a GGN from Jacobians it is the
+    GGN itself, in which each parameter is a separate block."""
     squared_norms: Tensor
     """‖θ_b‖² per block, (B,), float64."""
     tensors: Tensor
@@ -38,7 +38,7 @@ class EvidenceTerms:
     normaliser of regression needs it."""
     likelihood: Likelihood
     names: Sequence[str]
-    """Of the trainable tensors."""
+    """Names of the trainable tensors."""
 
     @classmethod
     def of(
@@ -48,7 +48,7 @@ class EvidenceTerms:
         tensors: Tensor,
         names: Sequence[str],
     ) -> "EvidenceTerms":
-        """The terms of a curvature, at parameters of these ‖θ_b‖²; arguments as the fields."""
+        """Return the terms of a curvature at parameters with these ‖θ_b‖²; arguments as fields."""
         is_ggn = isinstance(curvature, JacobianGGN)
         return cls(
             spectra=curvature if is_ggn else Spectra.of(curvature.blocks.values()),
@@ -61,9 +61,9 @@ class EvidenceTerms:
         )
 
     def sum_over_blocks(self, values: Tensor, groups: Sequence[int]) -> Tensor:
-        """One value per block (B,), summed within the groups of tensors, by each tensor's number.
+        """Sum one value per block (B,) within the groups of tensors, given by tensor index.
 
-        With ``range(number of tensors)`` each tensor is a group of its own.
+        With ``range(number of tensors)`` each tensor is a separate group.
         """
         index = torch.tensor([*groups], device=values.device)
         return values.new_zeros(max(groups) + 1).index_add(0, index[self.tensors], values)
@@ -71,7 +71,7 @@ class EvidenceTerms:
     def log_likelihood(
         self, sigma_noise: Tensor | float = 1.0, temperature: Tensor | float = 1.0
     ) -> Tensor:
-        """Log p(D|θ*) / T (nats, a sum over the data); of regression with its normaliser / T."""
+        """Return log p(D|θ*) / T (nats, a sum over data); for regression with normaliser / T."""
         sigma = torch.as_tensor(sigma_noise, dtype=torch.float64)
         value = -self.loss / sigma.square()
         if self.likelihood.has_sigma:
@@ -81,7 +81,7 @@ class EvidenceTerms:
     def log_marginal_likelihood(
         self, delta: Tensor, sigma_noise: Tensor, temperature: Tensor | float = 1.0
     ) -> Tensor:
-        """The Laplace evidence (nats, a sum over the data), differentiable in its arguments.
+        """Return the Laplace evidence (nats, a sum over the data), differentiable in its arguments.
 
         Args:
             delta: δ > 0 of each block (B,), which includes N; see `Posterior.precision_per_block`
@@ -93,7 +93,7 @@ class EvidenceTerms:
             FloatingPointError: the evidence is not finite; the error names the tensor.
         """
         sigma = sigma_noise.to(self.squared_norms)
-        # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation where the prior dominates.
+        # log(λ/δ + 1) is log(λ + δ) − log δ without cancellation if the prior dominates.
         ratios = self.spectra.log_det_ratio(1 / (sigma.square() * temperature) / delta)
         scatter = (delta * self.squared_norms).sum()
         value = self.log_likelihood(sigma, temperature) - 0.5 * (ratios.sum() + scatter)
@@ -104,9 +104,9 @@ class EvidenceTerms:
     def effective_parameters(
         self, delta: Tensor, sigma_noise: Tensor, temperature: Tensor | float = 1.0
     ) -> Tensor:
-        """γ_b = Σ_i λ_i / (λ_i + δ_b): the directions of each block that the data determines, (B,).
+        """Return γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): the directions that the data determines.
 
-        Source: MacKay 1992, "Bayesian interpolation". Arguments as of the evidence.
+        Source: MacKay 1992, "Bayesian interpolation". The arguments are those of the evidence.
         """
         sigma = sigma_noise.to(self.squared_norms)
         return self.spectra.effective(1 / (sigma.square() * temperature) / delta)
@@ -114,9 +114,10 @@ class EvidenceTerms:
     def gradient(
         self, delta: Tensor, sigma_noise: Tensor, temperature: Tensor | float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The evidence's derivatives in log δ of each block (B,), ½(γ − δ‖θ‖²), and in log σ.
+        """Return the evidence's derivatives in log δ of each block (B,), and in log σ.
 
-        The log determinant's derivative in log σ is Σγ. Arguments as of the evidence.
+        The derivative in log δ is ½(γ − δ‖θ‖²). The log determinant's derivative in log σ is Σγ.
+        The arguments are those of the evidence.
         """
         sigma = sigma_noise.to(self.squared_norms)
         gamma = self.spectra.effective(1 / (sigma.square() * temperature) / delta)
@@ -134,18 +135,18 @@ def derivatives_in_factors(
     ranks: Ranks | None = None,
     device: torch.device | None = None,
 ) -> dict[str, BlockDerivative]:
-    """∂/∂B and ∂/∂A of the evidence for each block, at fixed θ, δ, σ and T.
+    """Return ∂/∂B and ∂/∂A of the evidence for each block, at fixed θ, δ, σ and T.
 
-    With r = 1/(σ²T) and D_ij = r / (r β_i α_j + δ), for −½ log det(r B ⊗ A + δI):
-    −½ Q_B diag_i(Σ_j D_ij α_j) Q_Bᵀ and −½ Q_A diag_j(Σ_i D_ij β_i) Q_Aᵀ.
+    With r = 1/(σ²T) and D_ij = r / (r β_i α_j + δ), for −½ log det(r B ⊗ A + δI) they are −½ Q_B
+    diag_i(Σ_j D_ij α_j) Q_Bᵀ and −½ Q_A diag_j(Σ_i D_ij β_i) Q_Aᵀ.
 
     Args:
-        factors: at σ = 1.
+        factors: the factors at σ = 1.
         prior_precision: δ, a scalar or one per block.
         sigma_noise: σ.
         temperature: T.
-        ranks: those that share the factors, which then all call this.
-        device: of the derivatives; by default the factors'.
+        ranks: the ranks that share the factors, which must then all call this.
+        device: device of the derivatives; by default the factors'.
     """
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))
     r = 1 / (torch.as_tensor(sigma_noise, dtype=torch.float64).square() * temperature).item()
@@ -168,7 +169,7 @@ def derivatives_in_factors(
 
 
 def _in_basis(Q: Tensor, diagonal: Tensor) -> Tensor:
-    """Q diag Qᵀ."""
+    """Return Q diag Qᵀ."""
     return (Q * diagonal.to(Q)[..., None, :]) @ Q.mT
 
 

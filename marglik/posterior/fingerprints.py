@@ -1,11 +1,11 @@
-"""Fingerprints of training examples, by which `calibrate` recognises them among validation data.
+"""Fingerprints of training examples, by which `calibrate` recognises them in validation data.
 
-A fingerprint is 8 bytes, Σ_i c_i v_i modulo 2^64 over 129 to 256 entries v of an example's input
-(all of a smaller one), with fixed odd numbers c_i. It depends on the values alone: on no batch,
-device or library. Entries of 0 add nothing, so that padding with 0 at the end does not change it.
-Floats count as float32, and integers as int64. Inputs that are augmented anew in each epoch have
-other fingerprints each time, and are not recognised; neither are tokens that are padded on the left
-to another length.
+A fingerprint has 8 bytes. It is Σ_i c_i v_i modulo 2^64 over 129 to 256 entries v of an example's
+input (all entries of a smaller one), with fixed odd numbers c_i. It depends only on the values, and
+on no batch, device or library. Entries of 0 add nothing, so padding with 0 at the end does not
+change it. Floats count as float32, and integers as int64. If augmentation changes the inputs in
+each epoch, the fingerprints change, too, and the examples are not recognised. The same holds for
+tokens that are padded on the left to another length.
 """
 
 import math
@@ -21,20 +21,22 @@ from kfac_backend.engine.batches import SplitBatch, arguments, length, split_bat
 from kfac_backend.options import TargetOptions
 
 MOST_ENTRIES = 256
-"""Entries of an example that count: as many would take as long as a small network's pass."""
+"""Maximum number of entries of an example that count. Using all would take as long as a small
+network's pass."""
 MOST_EXAMPLES = 2**20
-"""Examples of a fit whose fingerprints are stored: 8 MiB."""
+"""Maximum number of examples of a fit with stored fingerprints: 8 MiB."""
 SMALLEST_SHARE = 0.01
-"""Share of validation examples that may be training examples beyond chance without a warning."""
+"""Share of training examples in the validation data, beyond chance, above which a warning
+appears."""
 
 
 class FingerprintedBatches:
-    """A loader's batches, split; the fingerprints of their examples are collected on the way.
+    """Split batches of a loader, collecting the fingerprints of their examples.
 
     Args:
-        loader: (x, y), or mappings.
-        model: the network, which says which entries of a mapping it takes.
-        options: how batches give their inputs.
+        loader: yields (x, y), or mappings.
+        model: the network, which determines the used entries of a mapping.
+        options: options for splitting batches.
     """
 
     def __init__(self, loader: Iterable[Any], model: nn.Module, options: TargetOptions) -> None:
@@ -58,19 +60,21 @@ class FingerprintedBatches:
             yield SplitBatch(*split)
 
     def collected(self) -> Int64[Tensor, "M"] | None:
-        """The fingerprints of the latest iteration, on the CPU; None of inputs that have none."""
+        """Return the fingerprints of the latest iteration, on the CPU; None for inputs without."""
         return concatenated(self._parts)
 
 
 def concatenated(parts: list[Tensor | None]) -> Int64[Tensor, "M"] | None:
-    """The fingerprints of all parts of the data; None if one of the parts has none."""
-    known = [part for part in parts if part is not None]
-    return torch.cat(known).cpu()[:MOST_EXAMPLES] if known and len(known) == len(parts) else None
+    """Concatenate the fingerprints of all parts of the data; None if a part has none."""
+    tensors = [part for part in parts if part is not None]
+    if not tensors or len(tensors) < len(parts):
+        return None
+    return torch.cat(tensors).cpu()[:MOST_EXAMPLES]
 
 
 @torch.no_grad()
 def fingerprints(x: Any, model: nn.Module) -> Int64[Tensor, "N"] | None:
-    """The fingerprint of each example of a network's input; None where it holds no plain tensor."""
+    """Return the fingerprint of each example of an input; None if it has no plain tensor."""
     args, kwargs = arguments(model, x)
     tensors = _tensors_of({**dict(enumerate(args)), **kwargs})
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
@@ -78,7 +82,7 @@ def fingerprints(x: Any, model: nn.Module) -> Int64[Tensor, "N"] | None:
     total = torch.zeros(len(tensors[0]), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
         rows = tensor.reshape(len(tensor), -1 if tensor.numel() else 0)
-        # A power of two, which longer and shorter sequences have in common.
+        # A power of two, so that longer and shorter sequences have it in common.
         stride = 1 << max(0, math.ceil(math.log2(max(rows.shape[1], 1) / MOST_ENTRIES)))
         rows = rows[:, ::stride]
         if rows.is_floating_point():
@@ -89,7 +93,7 @@ def fingerprints(x: Any, model: nn.Module) -> Int64[Tensor, "N"] | None:
 
 
 def _tensors_of(inputs: Mapping[Any, Any]) -> list[Tensor]:
-    """The plain tensors of a call's arguments, without labels; hidden tokens are 0."""
+    """Return the plain tensors of a call's arguments, without labels; hidden tokens are 0."""
     tensors: list[Tensor] = []
     mask = inputs.get("attention_mask")
     for key, value in inputs.items():
@@ -105,7 +109,7 @@ def _tensors_of(inputs: Mapping[Any, Any]) -> list[Tensor]:
 
 @lru_cache
 def _multipliers(device: torch.device) -> Int64[Tensor, "256"]:
-    """Odd numbers of 64 bits, by the generator splitmix64 (Steele et al. 2014)."""
+    """Return odd numbers of 64 bits, from the generator splitmix64 (Steele et al. 2014)."""
     numbers, state, mask = [], 0, 2**64 - 1
     for _ in range(MOST_ENTRIES):
         state = (state + 0x9E3779B97F4A7C15) & mask
@@ -116,14 +120,16 @@ def _multipliers(device: torch.device) -> Int64[Tensor, "256"]:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def num_in_common(known: Int64[Tensor, "N"], others: Int64[Tensor, "M"]) -> tuple[int, bool]:
-    """How many of M other examples are among N known ones, and whether these are too many.
+def num_in_common(training: Int64[Tensor, "N"], validation: Int64[Tensor, "M"]) -> tuple[int, bool]:
+    """Count the validation examples that are training examples; return whether they are too many.
 
-    Different examples may have equal inputs, as in a table of a few categories. The share of the
-    known ones that another known one equals is the share that chance gives M others.
+    Different examples may have equal inputs, for example in a table of a few categories. The share
+    of training examples that equal another training example estimates the share of such accidental
+    matches among the M validation examples.
     """
-    M, (_, inverse, counts) = len(others), known.unique(return_inverse=True, return_counts=True)
-    number = int(torch.isin(others, known).sum())
+    M = len(validation)
+    _, inverse, counts = training.unique(return_inverse=True, return_counts=True)
+    number = int(torch.isin(validation, training).sum())
     chance = float((counts[inverse] > 1).double().mean())
     expected = M * chance + 3 * math.sqrt(M * chance * (1 - chance))
     return number, number > expected + max(1.0, SMALLEST_SHARE * M)

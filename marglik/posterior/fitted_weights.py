@@ -1,4 +1,4 @@
-"""The weights that a posterior was fitted at, and whether its network still has them."""
+"""Store the weights of a posterior's fit, and check that its network still has them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,27 +12,27 @@ STATISTICS = "running_mean", "running_var"
 
 
 class FittedWeights:
-    """A network's trainable parameters and running statistics, as they were at a fit.
+    """A network's trainable parameters and running statistics at a fit.
 
-    Not its frozen parameters, nor other buffers. Of a network under `fully_shard` this rank's part.
-    Each has the dtype of its tensor in the network.
+    Frozen parameters and other buffers are not stored. For a network under `fully_shard` it stores
+    this rank's part. Each value has the dtype of its tensor in the network.
 
     Args:
         model: the network.
-        parameters: the values of its trainable parameters, by name, in a dtype that holds them all;
-            its running statistics are copied.
+        parameters: the values of its trainable parameters by name, in a dtype that can hold them
+            all. The running statistics are copied.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         statistics = {name: value.clone() for name, value in running_statistics(model).items()}
         self.values: dict[str, Tensor] = statistics | _in_own_dtypes(parameters, model)
-        """By name."""
-        # What torch knew of the network's tensors when they were last compared. The tensors are
-        # kept, so that no other one gets their ids.
+        """Values by name."""
+        # Torch's state of the network's tensors at the last comparison. The tensors are kept, so
+        # that no other one gets their ids.
         self._compared: tuple[list[Any], list[Tensor]] = [], []
 
     def move(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Take the dtypes and devices that the network has now.
+        """Convert to the network's present dtypes and devices.
 
         ``parameters`` are the values of the trainable ones, converted already.
         """
@@ -41,7 +41,7 @@ class FittedWeights:
         self.values = moved | _in_own_dtypes(parameters, model)
 
     def check(self, model: nn.Module, *, by_value: bool) -> None:
-        """Raise a ValueError that names the first weight that the network has no longer.
+        """Raise a ValueError that names the first weight that differs from the network's.
 
         Args:
             model: the network.
@@ -53,7 +53,7 @@ class FittedWeights:
         ]
         is_same = not by_value and versions == self._compared[0]
         for name in dict.fromkeys([*current, *self.values]):
-            if is_same and not name.endswith(STATISTICS):  # of which BatchNorm counts no version
+            if is_same and not name.endswith(STATISTICS):  # it counts no versions of them
                 continue
             now, fitted = current.get(name), self.values.get(name)
             if now is not None and fitted is not None and now.dtype != fitted.dtype:
@@ -78,18 +78,18 @@ def _in_own_dtypes(parameters: Mapping[str, Tensor], model: nn.Module) -> dict[s
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name; under `fully_shard` the parts that ranks have."""
+    """Return the trainable parameters by name; under `fully_shard` this rank's parts."""
     reshard(model)
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters and running statistics, by name; of a sharded model local parts."""
+    """Return trainable parameters and running statistics by name; parts if sharded."""
     named = trainable_parameters(model)
     current = {name: local_part(p) if is_part(p) else p for name, p in named.items()}
     return running_statistics(model) | current
 
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> running mean or variance of BatchNorm, and of other layers that have such."""
+    """Return running means and variances by name, of BatchNorm and similar layers."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(STATISTICS)}

@@ -1,4 +1,7 @@
-"""The GGN from Jacobians: dense, its diagonal, or its largest eigenpairs, for few parameters."""
+"""Compute the GGN from Jacobians: dense, diagonal, or its largest eigenpairs.
+
+This is for few parameters.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -26,7 +29,7 @@ from marglik.posterior.precision import (
 )
 
 Structure = Literal["kron", "diag", "full", "lowrank"]
-"""Of the posterior's precision; all but "kron" are from Jacobians."""
+"""Structure of the posterior's precision. All except "kron" use Jacobians."""
 OVERSAMPLING = 20
 """Eigenpairs of "lowrank" beyond 2 · rank while batches are added, for few eigenpairs."""
 OPERATORS = {"full": DensePrecision, "diag": DiagonalPrecision, "lowrank": LowRankPrecision}
@@ -37,19 +40,19 @@ class JacobianGGN:
     """H = Σ_n J_nᵀ Λ_n J_n at σ = T = 1, a sum over the data, of P parameters.
 
     With "lowrank", a fit keeps 2 K + 20 eigenpairs while it adds batches, and the K largest at its
-    end. H is the whole GGN if that has no more of them. Otherwise H is smaller, variances and
-    evidence are too large, and both depend a little on how the data is divided into batches; more
-    so if data is added to a fit. Source: Ross et al. 2008, "Incremental learning for robust visual
-    tracking".
+    end. H is the whole GGN if the GGN has no more eigenpairs. Otherwise H is smaller, and variances
+    and evidence are too large. Both then depend a little on the division of the data into batches,
+    and more so if data is added to a fit. Source: Ross et al. 2008, "Incremental learning for
+    robust visual tracking".
     """
 
     structure: str
     H: Tensor
-    """(P, P); its diagonal (P,); of "lowrank" rows R (K, P) with Rᵀ R = H. Float64."""
+    """(P, P); for "diag" the diagonal (P,); for "lowrank" rows R (K, P) with Rᵀ R = H. Float64."""
     indices: Tensor
-    """Of the parameters, in the vector of all trainable ones, (P,)."""
+    """Indices of the parameters in the vector of all trainable ones, (P,)."""
     rank: int
-    """The largest K of "lowrank"."""
+    """Largest K of "lowrank"."""
     likelihood: Likelihood
     loss: float
     """Σ ℓ over the data (nats) at σ = 1."""
@@ -61,28 +64,28 @@ class JacobianGGN:
     def precision(
         self, delta: Float[Tensor, "P"], scale: Tensor | float = 1.0, like: Tensor | None = None
     ) -> Precision:
-        """H · scale + diag(δ); differentiable in both. Draws have the dtype of ``like``."""
+        """Return H · scale + diag(δ); differentiable in both. Draws have the dtype of ``like``."""
         scale = torch.as_tensor(scale, dtype=self.H.dtype, device=self.H.device)
         H = self.H * (scale.sqrt() if self.structure == "lowrank" else scale)
         return OPERATORS[self.structure](H, delta, self.H if like is None else like)
 
-    # The calls of `Spectra`, which the evidence takes: here each parameter is a block of its own.
+    # The methods of `Spectra` that the evidence calls. Here each parameter is a separate block.
 
     def log_det_ratio(self, ratio: Float[Tensor, "P"]) -> Float[Tensor, ""]:
-        """Log det(I + H diag(ratio)), differentiable in the ratios > 0."""
+        """Return log det(I + H diag(ratio)), differentiable in the ratios > 0."""
         return self.precision(1 / ratio).logdet() + ratio.log().sum()
 
     def effective(self, ratio: Float[Tensor, "P"]) -> Float[Tensor, "P"]:
-        """γ = 1 − δ Σ_ii of each parameter, at δ = 1/ratio."""
+        """Return γ = 1 − δ Σ_ii of each parameter, at δ = 1/ratio."""
         return 1 - self.precision(1 / ratio).variances() / ratio
 
     @property
     def largest(self) -> Float[Tensor, "P"]:
-        """The diagonal of H, for errors that name where it is not finite."""
+        """Return the diagonal of H, for errors that name entries that are not finite."""
         return self.precision(torch.zeros(len(self.indices)).to(self.H)).diagonal()
 
     def __add__(self, other: "JacobianGGN") -> "JacobianGGN":
-        """Of both data sets, at the same parameters.
+        """Return the GGN of both data sets, at the same parameters.
 
         Raises:
             ValueError: another structure, likelihood or set of parameters.
@@ -92,7 +95,7 @@ class JacobianGGN:
             raise ValueError(
                 f"Cannot add two different GGNs: {self.structure!r}, '{self.likelihood}', "
                 f"{len(self.indices)} parameters, and {other.structure!r}, '{other.likelihood}', "
-                f"{len(other.indices)} parameters."
+                f"{len(other.indices)} parameters. Fit both with the same options."
             )
         sums = "loss", "num_data", "num_loss_terms"
         return replace(
@@ -102,7 +105,7 @@ class JacobianGGN:
         )
 
     def __mul__(self, weight: float) -> "JacobianGGN":
-        """Of the same data with a weight, as if each example came that often."""
+        """Return the GGN of the same data with a weight, as if each example came that often."""
         sums = {
             name: getattr(self, name) * weight for name in ("loss", "num_data", "num_loss_terms")
         }
@@ -110,7 +113,7 @@ class JacobianGGN:
         return replace(self, H=self.H * factor, **sums)
 
     def restrict(self, chosen: Tensor) -> "JacobianGGN":
-        """Of some of the parameters, by a mask; the others are constants."""
+        """Return the GGN of some of the parameters, by a mask; the others are constants."""
         H = self.H[chosen] if self.structure == "diag" else self.H[..., chosen]
         H = H[chosen] if self.structure == "full" else H
         return replace(self, H=H, indices=self.indices[chosen])
@@ -118,18 +121,18 @@ class JacobianGGN:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "JacobianGGN":
-        """On another device; H stays in float64."""
+        """Return the GGN on another device; H stays in float64."""
         return replace(self, H=self.H.to(device), indices=self.indices.to(device))
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields, as plain data and tensors."""
+        """Return all fields, as plain data and tensors."""
         return {f.name: getattr(self, f.name) for f in fields(self)} | {
             "likelihood": str(self.likelihood)
         }
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "JacobianGGN":
-        """What `state_dict` returned.
+        """Load a result of `state_dict`.
 
         Raises:
             ValueError: a state that lacks entries.
@@ -142,7 +145,7 @@ class JacobianGGN:
 
 
 def _sum(structure: str, rank: int, H: Tensor, other: Tensor) -> Tensor:
-    """Two matrices' sum in the form of the structure."""
+    """Return the sum of two matrices in the form of the structure."""
     if structure != "lowrank":
         return H + other
     rows = torch.cat([H, other])
@@ -162,22 +165,22 @@ def jacobian_ggn(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> JacobianGGN:
-    """The GGN at the model's current parameters, or the matrix that ``options.fisher`` names.
+    """Return the GGN at the model's current parameters, or another matrix of ``options.fisher``.
 
-    Collective where there are several ranks, some of which may have no data.
+    Collective with several ranks, of which some may have no data.
 
     Args:
         model: the network, in eval mode.
-        data: batches; of several ranks each has a shard.
-        likelihood: of the targets.
-        options: of the targets, and which matrix.
+        data: batches; with several ranks each has a shard.
+        likelihood: likelihood of the targets.
+        options: options of the targets and of the matrix.
         structure: "full", "diag" or "lowrank".
-        rank: the number of eigenpairs of "lowrank".
-        indices: of the parameters, in the vector of all trainable ones. Those that are an
-            embedding's padding are left out: they have neither curvature nor prior.
-        ranks: all end with the sum over their data.
-        generator: source of what a Fisher draws.
-        progress: whether to show a bar.
+        rank: number of eigenpairs of "lowrank".
+        indices: indices of the parameters in the vector of all trainable ones. Embedding padding is
+            left out, because it has neither curvature nor prior.
+        ranks: all ranks get the sum over their data.
+        generator: random generator of a Fisher that draws.
+        progress: whether to show a progress bar.
 
     Raises:
         ValueError: no data; a parameter that is 0-dimensional, or has no shape yet.
@@ -185,7 +188,7 @@ def jacobian_ggn(
     """
     check_parameters({n: p for n, p in model.named_parameters() if p.requires_grad})
     task, fisher = Task(likelihood, options), options.make_fisher()
-    num_rows = 2 * rank + OVERSAMPLING  # of "lowrank", while batches are added
+    num_rows = 2 * rank + OVERSAMPLING  # for "lowrank", while batches are added
     device = next(model.parameters()).device
     ggn: JacobianGGN | None = None
     for batch in each_batch(data, "Fitting", progress):
@@ -217,20 +220,20 @@ def jacobian_ggn(
         ggn = part if ggn is None else ggn + part
     parts = [part.to(device) for part in ranks.gather(ggn) if part is not None]
     if not parts:
-        raise ValueError("The data is empty: the loader yields no batch.")
+        raise ValueError("The data is empty: the loader yields no batch. Pass at least one batch.")
     total = replace(reduce(add, parts), rank=rank)
     return replace(total, H=_matrix(structure, rank, total.H)) if structure == "lowrank" else total
 
 
 def _matrix(structure: str, rank: int, rows: Float[Tensor, "K P"]) -> Tensor:
-    """Rᵀ R of rows R, in the form of the structure."""
+    """Return Rᵀ R of rows R, in the form of the structure."""
     if structure == "diag":
         return rows.square().sum(0)
     return rows.mT @ rows if structure == "full" else _sum(structure, rank, rows[:0], rows)
 
 
 def _without_padding(model: nn.Module, x: Any, indices: Tensor) -> Tensor:
-    """The indices but those of rows that an embedding takes as padding and nothing else uses."""
+    """Return the indices without embedding rows that are only padding."""
     padding = padding_rows(model, x)
     if not padding:
         return indices

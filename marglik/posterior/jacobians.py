@@ -1,4 +1,4 @@
-"""Jacobians of a network's outputs in few parameters, and the outputs' covariances by them."""
+"""Compute Jacobians of a network's outputs for few parameters, and output covariances."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,15 +23,15 @@ from kfac_backend.engine.task import check_finite
 from kfac_backend.precision import at_least_float32
 from marglik.posterior.precision import Precision
 
-_CHECKPOINT = "as of torch.utils.checkpoint. Checkpoint in train mode alone (if self.training)."
+_CHECKPOINT = "as of torch.utils.checkpoint. Use checkpoints only in train mode (if self.training)."
 NO_JACOBIAN = {
     "doesn't have storage": "as of packed sequences. Use structure 'kron', or pad the sequences.",
     "saved tensor hooks": _CHECKPOINT,
     "setup_context": _CHECKPOINT,
 }
-"""A part of torch's error -> what the network does, and the way out."""
+"""Maps a part of torch's error to its cause in the network, and the way out."""
 CHANNELS = {F.layer_norm: -1, F.instance_norm: 1, F.batch_norm: 1}
-"""A norm -> the first axis of its input that its weight and bias have."""
+"""Maps a norm to the first axis of its input that its weight and bias have."""
 
 
 def jacobians(
@@ -41,14 +41,15 @@ def jacobians(
     differentiable: bool = False,
     layer: str | None = None,
 ) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "N *R C P"]]:
-    """Outputs f and their Jacobians J in some of the trainable parameters.
+    """Return outputs f and their Jacobians J with respect to some of the trainable parameters.
 
     Args:
-        model: in the mode that it is to run in.
-        indices: of the parameters, in the vector of all trainable ones.
+        model: the model, in the mode in which it must run.
+        indices: indices of the parameters in the vector of all trainable ones.
         x: inputs, moved to the model's device.
-        differentiable: whether both keep their graph in x.
-        layer: the name of a layer; parameters count in its own calls alone, as constants elsewhere.
+        differentiable: whether both results keep their graph in x.
+        layer: name of a layer. The parameters are variable only in its own calls, and constants
+            elsewhere.
     """
     trainable = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     device = next(model.parameters()).device
@@ -81,7 +82,7 @@ def jacobians(
 
 @contextmanager
 def _in_calls_of(model: nn.Module, layer: str, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which a layer has these parameters while it runs, and only then."""
+    """Context in which a layer has these parameters only while it runs."""
     module = model.get_submodule(layer)
     names = {id(p): name for name, p in model.named_parameters()}
     places = [
@@ -110,10 +111,10 @@ def _in_calls_of(model: nn.Module, layer: str, values: Mapping[str, Tensor]) -> 
 
 
 class _AffineNorms(TorchFunctionMode):
-    """A context in which norms multiply by their weight, and add their bias, in a step of its own.
+    """Context in which norms multiply by their weight, and add their bias, in a separate step.
 
-    The vmap of torch 2.11 takes the mean and the deviation for constants where it maps the gradient
-    in a norm's weight. The Jacobian's derivatives in the input would lack a part in silence.
+    The vmap of torch 2.11 treats the mean and the deviation as constants when it maps the gradient
+    of a norm's weight. The Jacobian's derivatives in the input would then silently lack a part.
     """
 
     def __torch_function__(
@@ -135,24 +136,25 @@ class _AffineNorms(TorchFunctionMode):
 
 
 def parameter_vector(parameters: Iterable[Tensor]) -> Tensor:
-    """All parameters concatenated, (P,), each in row-major order whatever its memory format.
+    """Concatenate all parameters, (P,), each in row-major order for any memory format.
 
-    `torch.nn.utils.parameters_to_vector` of torch 2.11 raises on weights in channels_last.
+    `torch.nn.utils.parameters_to_vector` of torch 2.11 raises an error for weights in
+    channels_last.
     """
     return torch.cat([p.reshape(-1) for p in parameters])
 
 
 class JacobianCovariance:
-    """A function from inputs to outputs f and their covariances J Σ Jᵀ, by whole Jacobians J.
+    """Function from inputs to outputs f and covariances J Σ Jᵀ, by whole Jacobians J.
 
-    `OutputCovariance` computes the same under Kronecker factors, without J.
+    `OutputCovariance` computes the same with Kronecker factors, without J.
 
     Args:
-        model: the network at the posterior's mean, in the mode (train or eval) it is in.
-        indices: of the parameters that have a posterior, in the vector of all trainable ones.
-        precision: of these.
+        model: the network at the posterior's mean, in its present mode (train or eval).
+        indices: indices of the parameters with a posterior, in the vector of all trainable ones.
+        precision: precision of these parameters.
         differentiable: whether calls keep their graph in the inputs.
-        layer: as of `jacobians`.
+        layer: as in `jacobians`.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class JacobianCovariance:
         *,
         variance_only: bool = False,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
-        """Outputs and covariances at a batch; arguments and errors as of `OutputCovariance`."""
+        """Return outputs and covariances for a batch; see `OutputCovariance`."""
         check_not_empty(x)
         f, J = jacobians(self._model, self._indices, x, self._differentiable, self._layer)
         mask = check_positions(positions, f.shape).to(f.device)
@@ -191,7 +193,7 @@ class JacobianCovariance:
     def joint(
         self, x: Float[Tensor, "T q *shape"], classes: list[int] | None = None
     ) -> tuple[Float[Tensor, "T q K"], Float[Tensor, "T q_K q_K"]]:
-        """Outputs and covariances of T sets of q inputs, as `OutputCovariance.joint`."""
+        """Return outputs and covariances of T sets of q inputs, like `OutputCovariance.joint`."""
         f, J = jacobians(self._model, self._indices, x.flatten(0, 1), True)
         if f.dim() != 2:
             raise NotImplementedError(

@@ -147,7 +147,7 @@ class Posterior:
             )
         self.n_layers = len(self._sizes)
         dtypes = {p.dtype for p in named.values()} or {next(model.parameters()).dtype}
-        # The widest dtype: adapters may be wider than a frozen base.
+        # Use the widest dtype: adapters may be wider than a frozen base.
         dtype = reduce(torch.promote_types, dtypes)
         self.mean: Tensor = torch.zeros((), device=self._device, dtype=dtype)
         self.temperature = temperature
@@ -165,8 +165,8 @@ class Posterior:
         """Fingerprints of the fit's examples, see `marglik.posterior.fingerprints`; None
         without."""
         self.curvature_pass: CurvaturePass | None = None
-        """The pass over data that a later fit (or another posterior of the model) uses again: what
-        is proved of the model need not be proved anew. See `CurvaturePass.factors_of`."""
+        """Pass over data that a later fit (or another posterior of the model) can reuse, with its
+        proof of the model. See `CurvaturePass.factors_of`."""
 
     def __repr__(self) -> str:
         sample = "" if self.sample_size is None else f"{self.sample_size} of "
@@ -184,12 +184,12 @@ class Posterior:
 
     @property
     def n_params(self) -> int:
-        """The number of parameters that have a posterior."""
+        """Number of parameters that have a posterior."""
         return len(self._ggn_indices())
 
     @property
     def factors(self) -> KroneckerFactors | None:
-        """The fitted curvature H at σ = T = 1, a sum over the data; None before `fit`.
+        """Fitted curvature H at σ = T = 1, a sum over the data; None before `fit`.
 
         Also None if H is from Jacobians, see `fitted_curvature`.
         """
@@ -207,7 +207,7 @@ class Posterior:
 
     @property
     def _wide_dtype(self) -> torch.dtype:
-        """At least float32: of eigenvectors, and of δ and σ, which float16 cannot hold."""
+        """Dtype of eigenvectors, δ and σ: at least float32, because float16 cannot hold these."""
         return torch.promote_types(self.mean.dtype, torch.float32)
 
     @property
@@ -301,20 +301,20 @@ class Posterior:
             self._prior_mean = mean.detach().clone().to(self.mean)
         self._terms = None
 
-    @torch.inference_mode(False)  # whose tensors autograd could not save
+    @torch.inference_mode(False)  # autograd could not save inference tensors
     def _as_hyperparameter(self, value: Tensor) -> Tensor:
-        """δ or σ in the posterior's dtype, with its graph."""
+        """Return δ or σ in the posterior's dtype, with its graph."""
         value = value.clone() if value.is_inference() else value
         return value.to(self.mean.device, self._wide_dtype)
 
     @property
     def _hyperparameters(self) -> tuple:
-        """What the covariance depends on besides the factors, as values that can be compared."""
+        """Hyperparameters of the covariance, as values that can be compared."""
         return tuple(self._prior_precision.tolist()), self._sigma_noise.item(), self.temperature
 
     @property
     def calibrations(self) -> dict[str, dict[str, Any]]:
-        """Label of a predictive -> its calibration by `marglik.calibrate`, as plain data.
+        """Maps the label of a predictive to its calibration by `marglik.calibrate`, as plain data.
 
         The mapping is saved with the posterior. Calibrations belong to the hyperparameters at which
         they were set. With other hyperparameters the mapping is empty. The returned mapping is a
@@ -329,7 +329,7 @@ class Posterior:
 
     # --- fitting ---
 
-    @torch.inference_mode(False)  # gradients are needed, whatever the caller needs
+    @torch.inference_mode(False)  # gradients are needed in any mode of the caller
     def fit(
         self,
         train_loader: Iterable[Any],
@@ -371,7 +371,7 @@ class Posterior:
             self.check_weights()
         if corrected:
             check_read_twice(train_loader)
-        # A sample's numbers are an estimate, which a pass over all data replaces in the end.
+        # Results of a sample are estimates. In the end a pass over all data replaces them.
         repeat_proof, former = stands_for is None, self.fingerprints if adds else None
         with eval_mode(self.model):
             batches = FingerprintedBatches(train_loader, self.model, self.options)
@@ -391,8 +391,8 @@ class Posterior:
         if adds:
             curvature = self._curvature + curvature  # pyright: ignore  # of one structure
         if self.ranks.size > 1 and isinstance(curvature, KroneckerFactors):
-            # Sharing the work needs all ranks, and all are here now. Later one rank alone may ask
-            # for the evidence.
+            # Sharing the work needs all ranks, and all are here now. Later a single rank may need
+            # the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
         parts = self.ranks.gather(batches.collected())
         self._take(curvature, None if stands_for is None else num_seen)
@@ -406,7 +406,7 @@ class Posterior:
         factors = self.factors
         if factors is not None and self.ranks.size > 1:
             self._curvature = factors.gathered(self.ranks, self._device)
-            # The same factors, elsewhere: what was computed from them stays.
+            # The factors are the same, elsewhere, so cached results stay valid.
             self._version = [block.version for block in self._curvature.blocks.values()]
 
     def _curvature_of(self, data: Iterable[Any], progress: bool, repeat_proof: bool) -> Any:
@@ -423,7 +423,7 @@ class Posterior:
                 generator=self.generator,
                 progress=progress,
             )
-        # A pass can be used again for another matrix, but not for other targets or draws.
+        # A pass can be reused for another matrix, but not for other targets or draws.
         names = ("kfac_approx", "fisher", "mc_samples")
         matrix: Any = {name: getattr(self.options, name) for name in names}
         curvature_pass = self.curvature_pass
@@ -444,7 +444,7 @@ class Posterior:
         )
 
     def request_proof(self) -> None:
-        """Let the next pass prove what it relies on anew, and of its first batch."""
+        """Let the next pass make its proof again, on its first batch."""
         if self.curvature_pass is not None:
             self.curvature_pass.driver.proof.renew()
 
@@ -488,10 +488,10 @@ class Posterior:
         self._take(curvature, sample_size)
 
     def _take(self, curvature: KroneckerFactors | JacobianGGN, sample_size: int | None) -> None:
-        """Make this the curvature at the model's parameters, for which it is known to be right."""
+        """Store this curvature, which is known to fit the model's parameters."""
         self._take_weights(curvature)
         self.sample_size, self.fingerprints = sample_size, None
-        self._likelihood = curvature.likelihood  # with the fit's numbers
+        self._likelihood = curvature.likelihood  # with the fitted parameters
         self._curvature, self._calibrations = curvature, ({}, ())
         self.n_data, self.n_outputs = curvature.num_data, curvature.num_outputs
         self._forget()
@@ -520,9 +520,9 @@ class Posterior:
     # --- the weights of the fit ---
 
     def _take_weights(self, curvature: KroneckerFactors | JacobianGGN) -> None:
-        """Take the mean, and what `check_weights` compares, from the network.
+        """Store the network's weights as the mean, and for `check_weights`.
 
-        Of a network under `fully_shard` that is this rank's part of them; collective.
+        For a network under `fully_shard` each rank stores its part; collective.
         """
         named = trainable_parameters(self.model)
         if not is_sharded(self.model):
@@ -538,13 +538,13 @@ class Posterior:
             for i, (name, block) in enumerate(curvature.blocks.items())
             if block.constants[0] < block.constants[1]
         }
-        # Now, as all ranks are here: later one alone may ask for the evidence.
+        # Compute it now, as all ranks are here. Later a single rank may need the evidence.
         self._squared_norms = squared_norms(
             list(named.values()), rows, float(self._prior_mean.mean())
         )
 
     def fitted_weights(self) -> dict[str, Tensor]:
-        """Name -> trainable parameters and running statistics at the fit.
+        """Return trainable parameters and running statistics at the fit by name.
 
         ``model.load_state_dict(posterior.fitted_weights(), strict=False)`` restores them.
         """
@@ -570,7 +570,7 @@ class Posterior:
         self._fitted.check(self.model, by_value=by_value)
 
     def _forget(self) -> None:
-        """Drop everything that was computed from the curvature; it is another, or elsewhere."""
+        """Drop all results that were computed from the curvature."""
         self._version: object = None
         self._eigen: dict[str, EigenBlock] = {}
         self._covariances: dict[Any, tuple[tuple, Any]] = {}
@@ -591,7 +591,7 @@ class Posterior:
         if not any_weights:
             self.check_weights(by_value=False)
         if isinstance(self._curvature, KroneckerFactors):
-            # What was computed from blocks that were changed in place since is computed anew.
+            # Drop results of blocks that were changed in place since.
             version = [block.version for block in self._curvature.blocks.values()]
             if version != self._version:
                 self._forget()
@@ -615,7 +615,7 @@ class Posterior:
     # --- the evidence ---
 
     @property
-    @torch.inference_mode(False)  # they are kept, for calls that autograd follows
+    @torch.inference_mode(False)  # cached for calls with autograd
     def evidence_terms(self) -> EvidenceTerms:
         """Quantities of the fit for the evidence, independent of δ, σ and T; computed once."""
         curvature = self.fitted_curvature()
@@ -638,9 +638,9 @@ class Posterior:
         return self._terms
 
     def precision_per_block(self, delta: Tensor) -> Tensor:
-        """δ as `evidence_terms` takes it, in float64: from Jacobians one per parameter.
+        """δ in the form for `evidence_terms`, in float64; from Jacobians one per parameter.
 
-        Of a subnetwork with as many parameters as tensors, δ is one per parameter.
+        For a subnetwork with as many parameters as tensors, δ is one per parameter.
         """
         if self.structure == "kron":
             return delta.to(self.mean.device, torch.float64).expand(self.n_layers)
@@ -648,25 +648,25 @@ class Posterior:
         delta = delta.to(self._device, torch.float64)
         if delta.numel() == len(indices):
             return delta
-        if delta.numel() == len(self.indices):  # with padding
+        if delta.numel() == len(self.indices):  # the posterior's parameters include padding
             each = delta.new_zeros(sum(self._sizes))
             return each.index_put((self.indices.to(self._device),), delta)[indices]
         return delta.expand(self.n_layers)[self._tensor_of(indices)]
 
     def precision_per_tensor(self, delta: Tensor) -> Tensor:
-        """δ of each tensor as `prior_precision` takes it, which may count parameters instead."""
+        """δ of each tensor, from `prior_precision`, which may have one value per parameter."""
         is_ambiguous = self.n_layers in (len(self.indices), self.n_params)
         if self.structure == "kron" or not is_ambiguous:
             return delta
         return delta[self._tensor_of(self._ggn_indices())]
 
     def _ggn_indices(self) -> Tensor:
-        """Of the parameters that have a posterior; after a fit from Jacobians without padding."""
+        """Indices of parameters with a posterior; after a fit from Jacobians without padding."""
         fit = self._curvature
         return (fit.indices if isinstance(fit, JacobianGGN) else self.indices).to(self._device)
 
     def _tensor_of(self, indices: Tensor) -> Tensor:
-        """The number of the tensor that each parameter belongs to."""
+        """Index of the tensor of each parameter."""
         ends = torch.tensor(self._sizes, device=self._device).cumsum(0)
         return torch.searchsorted(ends, indices, right=True)
 
@@ -695,7 +695,7 @@ class Posterior:
             self.prior_precision = prior_precision
         if sigma_noise is not None:
             self.sigma_noise = sigma_noise
-        # The arguments themselves: the properties round them, and the evidence is computed in
+        # Use the arguments themselves: the properties round them, but the evidence is computed in
         # float64.
         delta = self.prior_precision if prior_precision is None else prior_precision
         sigma = self.sigma_noise if sigma_noise is None else sigma_noise
@@ -755,7 +755,7 @@ class Posterior:
     def precision_blocks(
         self, names: Collection[str] | None = None, *, any_weights: bool = False
     ) -> dict[str, tuple[EigenBlock, Tensor]]:
-        """Parameter name -> eigenvectors and eigenvalues of its block of H/(σ²T) + P₀.
+        """Return eigenvectors and eigenvalues of each block of H/(σ²T) + P₀ by parameter name.
 
         ``names`` restricts the parameters, which saves the other decompositions.
         """
@@ -789,17 +789,17 @@ class Posterior:
             self.fitted_curvature()
             return
         blocks = self.fitted_factors().blocks
-        # What only some ranks have is computed again by all, so that all hold the same bits.
+        # If only some ranks have them, all compute them again, so that all have the same bits.
         of_ranks = ranks.gather(set(self._eigen))
         missing = [b for name, b in blocks.items() if not all(name in own for own in of_ranks)]
         self._decompose(missing, ranks)
 
-    @torch.inference_mode(False)  # they are kept, too
+    @torch.inference_mode(False)  # these are cached, too
     def _decompose(self, blocks: list[KroneckerBlock], ranks: Ranks | None = None) -> None:
         """Compute eigenvectors, at least in float32."""
         wide = [block.to(dtype=self._wide_dtype) for block in blocks]
         names = [block.name for block in blocks]
-        if is_sharded(self.model):  # which all ranks ask for, as they run it together
+        if is_sharded(self.model):  # all ranks call this, because they run the model together
             ranks = self.ranks
         self._eigen |= zip(names, decompose(wide, ranks, self._device), strict=True)
 
@@ -956,7 +956,7 @@ class Posterior:
     def _output_covariance(
         self, x: Any, layers: Layers
     ) -> OutputCovariance | LastLayerCovariance | JacobianCovariance:
-        """The function for output covariances at the current hyperparameters."""
+        """Return the function for output covariances at the current hyperparameters."""
 
         def make() -> OutputCovariance | LastLayerCovariance | JacobianCovariance:
             by_jacobians = self.structure != "kron" or self.enable_backprop
@@ -967,7 +967,7 @@ class Posterior:
             if layers == "all" and not alone:
                 return OutputCovariance(self.model, self.precision_blocks())
             last = learning[0] if alone else last_layer(self.model, x)
-            # A tied parameter has the name under which its block is.
+            # A block has the first name of a tied parameter.
             own = {id(p) for p in self.model.get_submodule(last).parameters()}
             names = {name for name, p in self.model.named_parameters() if id(p) in own}
             if by_jacobians:
@@ -980,11 +980,11 @@ class Posterior:
     def _jacobian_covariance(
         self, names: Collection[str] | None = None, layer: str | None = None
     ) -> JacobianCovariance:
-        """By Jacobians.
+        """Return the function for output covariances from Jacobians.
 
         Args:
-            names: of the parameters that are uncertain, None for all.
-            layer: the layer that they are uncertain in, None for all that use them.
+            names: names of the uncertain parameters, None for all.
+            layer: the layer in which they are uncertain, None for all layers that use them.
         """
         indices, precision = self._ggn_indices(), self.precision()
         if names is not None:
@@ -998,12 +998,12 @@ class Posterior:
         return JacobianCovariance(self.model, indices, precision, self.enable_backprop, layer)
 
     def _cached(self, key: Any, make: Callable[[], T]) -> T:
-        """A function for covariances, kept until a hyperparameter or ``enable_backprop`` changes.
+        """Return a function for covariances, cached until a hyperparameter or option changes.
 
-        It holds the inverse precision in the eigenbasis, and must be usable with autograd later,
-        also if this call is under inference_mode.
+        It holds the inverse precision in the eigenbasis, and must work with autograd later, even if
+        this call is under inference_mode.
         """
-        # Drops what is of other factors. Whoever calls this has checked the weights.
+        # Drop results of other factors. The caller has checked the weights.
         self.fitted_curvature(any_weights=True)
         state = self._hyperparameters, self.enable_backprop
         if key not in self._covariances or self._covariances[key][0] != state:
@@ -1013,10 +1013,10 @@ class Posterior:
 
 
 def _checked(indices: Any, number: int) -> Tensor:
-    """Indices of some of the trainable parameters.
+    """Return indices of some of the trainable parameters, after a check.
 
     Raises:
-        ValueError: what are not different indices of them, in a vector of int64.
+        ValueError: they are not different indices in a vector of int64.
     """
     is_vector = isinstance(indices, Tensor) and indices.dtype == torch.long and indices.dim() == 1
     if not is_vector or not len(indices) or len(indices.unique()) != len(indices):
@@ -1027,9 +1027,9 @@ def _checked(indices: Any, number: int) -> Tensor:
 
 
 def check_structure(options: CurvatureOptions, structure: str, name: str = "structure") -> None:
-    """Raise a ValueError for options of Kronecker factors where the GGN is one from Jacobians.
+    """Raise a ValueError for options of Kronecker factors if the GGN is from Jacobians.
 
-    ``name`` is that of the structure's own option.
+    ``name`` is the name of the structure's own option.
     """
     check_option(name, structure, Structure)
     if structure == "kron":
@@ -1046,7 +1046,7 @@ def check_structure(options: CurvatureOptions, structure: str, name: str = "stru
 
 
 def trainable_layers(model: nn.Module) -> list[str]:
-    """Names of the layers with trainable parameters of their own, in the order of the model."""
+    """Return the names of the layers with own trainable parameters, in the model's order."""
     return [
         name
         for name, module in model.named_modules()

@@ -1,8 +1,8 @@
 """The posterior's precision H/(σ²T) + P₀ as an operator: Kronecker, dense, diagonal or low-rank.
 
-All predictives, the evidence and samples use an operator's methods alone, so that a structure needs
-no code of its own elsewhere. P counts the parameters that have a posterior, in ``parameters()``
-order; vectors are rows (..., P).
+Predictives, the evidence and samples use only an operator's methods, so a structure needs no other
+code. P counts the parameters that have a posterior, in ``parameters()`` order. Vectors are rows
+(..., P).
 """
 
 import math
@@ -18,51 +18,51 @@ from kfac_backend.blocks.block import EigenBlock
 
 
 class Precision(ABC):
-    """The symmetric, positive definite matrix H/(σ²T) + P₀, (P, P)."""
+    """Symmetric, positive definite matrix H/(σ²T) + P₀, (P, P)."""
 
     size: int
     """P."""
     example: Tensor
-    """A tensor with the dtype and on the device of draws."""
+    """Tensor with the dtype and device of draws."""
 
     @abstractmethod
     def matvec(self, v: Float[Tensor, "*rows P"]) -> Float[Tensor, "*rows P"]:
-        """(H/(σ²T) + P₀) v."""
+        """Return (H/(σ²T) + P₀) v."""
 
     @abstractmethod
     def solve(self, v: Float[Tensor, "*rows P"]) -> Float[Tensor, "*rows P"]:
-        """Σ v, with the covariance Σ = (H/(σ²T) + P₀)⁻¹; differentiable in v."""
+        """Return Σ v, with the covariance Σ = (H/(σ²T) + P₀)⁻¹; differentiable in v."""
 
     @abstractmethod
     def logdet(self) -> Float[Tensor, ""]:
-        """Log det(H/(σ²T) + P₀), float64."""
+        """Return log det(H/(σ²T) + P₀), float64."""
 
     @abstractmethod
     def sample(
         self, n_samples: int, generator: torch.Generator | None = None
     ) -> Float[Tensor, "S P"]:
-        """Draws of N(0, Σ), in the operator's dtype."""
+        """Return draws of N(0, Σ), in the operator's dtype."""
 
     @abstractmethod
     def diagonal(self) -> Float[Tensor, "P"]:
-        """The diagonal of H/(σ²T) + P₀."""
+        """Return the diagonal of H/(σ²T) + P₀."""
 
     @abstractmethod
     def variances(self) -> Float[Tensor, "P"]:
-        """The diagonal of Σ."""
+        """Return the diagonal of Σ."""
 
     def to_dense(self) -> Float[Tensor, "P P"]:
-        """The matrix itself."""
+        """Return the matrix itself."""
         return self.matvec(torch.eye(self.size).to(self.example))
 
     def covariance(self) -> Float[Tensor, "P P"]:
-        """Σ."""
+        """Return Σ."""
         return self.solve(torch.eye(self.size).to(self.example))
 
     def square_form(
         self, J: Float[Tensor, "*N C P"], diagonal: bool = False
     ) -> Float[Tensor, "..."]:
-        """J Σ Jᵀ (..., C, C), the covariance of outputs with Jacobians J; or its diagonal."""
+        """Return J Σ Jᵀ (..., C, C), the output covariance for Jacobians J, or its diagonal."""
         solved = self.solve(J)
         return (solved * J).sum(-1) if diagonal else solved @ J.mT
 
@@ -75,8 +75,9 @@ class KroneckerPrecision(Precision):
     """Blocks Q diag(spectrum) Qᵀ with Q = Q_B ⊗ Q_A, one for each parameter tensor.
 
     Args:
-        blocks: parameter name -> eigenvectors, and eigenvalues of the block with its prior.
-        constants: parameter name -> (first, last + 1) of entries that draws leave at 0.
+        blocks: maps a parameter's name to eigenvectors, and eigenvalues of the block with its
+            prior.
+        constants: maps a parameter's name to (first, last + 1) of entries that draws leave at 0.
     """
 
     def __init__(
@@ -85,29 +86,29 @@ class KroneckerPrecision(Precision):
         constants: Mapping[str, tuple[int, int]] = {},  # noqa: B006  # never written
     ) -> None:
         self.blocks, self.constants = blocks, constants
-        self.size = sum(eigen.numel for eigen, _ in blocks.values())  # with constants
+        self.size = sum(eigen.numel for eigen, _ in blocks.values())  # including constants
         self.example = next(iter(blocks.values()))[1]
 
     def power(self, v: Tensor, exponent: float) -> Tensor:
-        """(H/(σ²T) + P₀)^exponent v."""
+        """Return (H/(σ²T) + P₀)^exponent v."""
         parts = v.split([eigen.numel for eigen, _ in self.blocks.values()], -1)
         blocks = zip(parts, self.blocks.values(), strict=True)
         return torch.cat([e.power_matvec(part, s, exponent) for part, (e, s) in blocks], -1)
 
     def matvec(self, v: Tensor) -> Tensor:
-        """By its eigenvectors."""
+        """Return the product by eigenvectors."""
         return self.power(v, 1.0)
 
     def solve(self, v: Tensor) -> Tensor:
-        """By its eigenvectors."""
+        """Return the solution by eigenvectors."""
         return self.power(v, -1.0)
 
     def logdet(self) -> Tensor:
-        """Σ of the logarithms of all eigenvalues."""
+        """Return Σ of the logarithms of all eigenvalues."""
         return torch.stack([eigen.log_det(s) for eigen, s in self.blocks.values()]).sum()
 
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """(H/(σ²T) + P₀)^(−½) ε."""
+        """Return (H/(σ²T) + P₀)^(−½) ε."""
         changes = self.power(self._noise(n_samples, self.size, generator), -0.5)
         first = 0
         for name, (eigen, _) in self.blocks.items():
@@ -117,20 +118,20 @@ class KroneckerPrecision(Precision):
         return changes
 
     def diagonal(self) -> Tensor:
-        """Block by block."""
+        """Return the diagonal, block by block."""
         return torch.cat([eigen.diagonal(s) for eigen, s in self.blocks.values()])
 
     def variances(self) -> Tensor:
-        """Block by block."""
+        """Return the variances, block by block."""
         return torch.cat([eigen.diagonal(s, -1.0) for eigen, s in self.blocks.values()])
 
     def to_matrix(self, exponent: float = 1.0) -> Tensor:
-        """A power of the matrix, (P, P); laplace-torch's name."""
+        """Return a power of the matrix, (P, P). The name is laplace-torch's."""
         return self.power(torch.eye(self.size).to(self.example), exponent)
 
 
 class DensePrecision(Precision):
-    """A whole matrix.
+    """Whole matrix.
 
     Args:
         H: H/(σ²T), (P, P).
@@ -143,66 +144,66 @@ class DensePrecision(Precision):
         self.size, self.example = len(delta), example
 
     @cached_property
-    @torch.inference_mode(False)  # it is kept, for calls that autograd follows
+    @torch.inference_mode(False)  # cached for calls with autograd
     def _inverse(self) -> Tensor:
         return torch.linalg.inv(self._matrix)
 
     def matvec(self, v: Tensor) -> Tensor:
-        """The product with the matrix."""
+        """Return the product with the matrix."""
         return v @ self._matrix.to(v)
 
     def solve(self, v: Tensor) -> Tensor:
-        """The product with the inverse."""
+        """Return the product with the inverse."""
         return v @ self._inverse.to(v)
 
     def logdet(self) -> Tensor:
-        """By its LU decomposition."""
+        """Return the log determinant by LU decomposition."""
         return torch.linalg.slogdet(self._matrix)[1]
 
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """L ε with L Lᵀ = Σ."""
+        """Return L ε with L Lᵀ = Σ."""
         root = torch.linalg.cholesky(self._inverse).to(self.example)
         return self._noise(n_samples, self.size, generator) @ root.mT
 
     def diagonal(self) -> Tensor:
-        """The matrix's own."""
+        """Return the matrix's diagonal."""
         return self._matrix.diagonal()
 
     def variances(self) -> Tensor:
-        """The inverse's."""
+        """Return the inverse's diagonal."""
         return self._inverse.diagonal()
 
 
 class DiagonalPrecision(Precision):
-    """A diagonal; arguments as those of `DensePrecision`, with H (P,)."""
+    """Diagonal matrix; arguments as in `DensePrecision`, with H (P,)."""
 
     def __init__(self, H: Tensor, delta: Tensor, example: Tensor) -> None:
         self._diagonal = H + delta
         self.size, self.example = len(delta), example
 
     def matvec(self, v: Tensor) -> Tensor:
-        """Entry by entry."""
+        """Return the product, entry by entry."""
         return v * self._diagonal.to(v)
 
     def solve(self, v: Tensor) -> Tensor:
-        """Entry by entry."""
+        """Return the quotient, entry by entry."""
         return v / self._diagonal.to(v)
 
     def logdet(self) -> Tensor:
-        """Σ of the logarithms."""
+        """Return Σ of the logarithms."""
         return self._diagonal.log().sum()
 
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """ε over the roots."""
+        """Return ε divided by the roots."""
         noise = self._noise(n_samples, self.size, generator)
         return noise * self._diagonal.rsqrt().to(noise)
 
     def diagonal(self) -> Tensor:
-        """The diagonal itself."""
+        """Return the diagonal itself."""
         return self._diagonal
 
     def variances(self) -> Tensor:
-        """One over the diagonal."""
+        """Return one over the diagonal."""
         return 1 / self._diagonal
 
 
@@ -222,26 +223,26 @@ class LowRankPrecision(Precision):
     @cached_property
     @torch.inference_mode(False)  # as above
     def _inner(self) -> Tensor:
-        """I + R P₀⁻¹ Rᵀ, (K, K)."""
+        """Return I + R P₀⁻¹ Rᵀ, (K, K)."""
         return torch.eye(len(self._R)).to(self._R) + (self._R / self._delta) @ self._R.mT
 
     def matvec(self, v: Tensor) -> Tensor:
-        """In O(K P)."""
+        """Return the product, in O(K P)."""
         R = self._R.to(v)
         return (v @ R.mT) @ R + v * self._delta.to(v)
 
     def solve(self, v: Tensor) -> Tensor:
-        """P₀⁻¹ v − P₀⁻¹ Rᵀ (I + R P₀⁻¹ Rᵀ)⁻¹ R P₀⁻¹ v."""
+        """Return P₀⁻¹ v − P₀⁻¹ Rᵀ (I + R P₀⁻¹ Rᵀ)⁻¹ R P₀⁻¹ v."""
         rows = v.double() / self._delta
         right = torch.linalg.solve(self._inner, self._R / self._delta)
         return (rows - (rows @ self._R.mT) @ right).to(v)
 
     def logdet(self) -> Tensor:
-        """By the determinant lemma."""
+        """Return the log determinant by the determinant lemma."""
         return torch.linalg.slogdet(self._inner)[1] + self._delta.log().sum()
 
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """Σ x of vectors x whose covariance is the precision."""
+        """Return Σ x for vectors x whose covariance is the precision."""
         of_prior = self._noise(n_samples, self.size, generator)
         of_rows = self._noise(n_samples, len(self._R), generator)
         return self.solve(
@@ -249,11 +250,11 @@ class LowRankPrecision(Precision):
         )
 
     def diagonal(self) -> Tensor:
-        """In O(K P)."""
+        """Return the diagonal, in O(K P)."""
         return self._R.square().sum(0) + self._delta
 
     def variances(self) -> Tensor:
-        """In O(K² P)."""
+        """Return the variances, in O(K² P)."""
         scaled = self._R / self._delta
         return 1 / self._delta - (scaled * torch.linalg.solve(self._inner, scaled)).sum(0)
 
@@ -261,7 +262,7 @@ class LowRankPrecision(Precision):
 def log_prob(
     precision: Precision, difference: Float[Tensor, "*S P"], normalized: bool = True
 ) -> Float[Tensor, "*S"]:
-    """Log N(θ; θ*, Σ) (nats) at differences θ − θ*; without its normaliser if asked."""
+    """Return log N(θ; θ*, Σ) (nats) at differences θ − θ*, optionally without its normaliser."""
     square = (difference * precision.matvec(difference)).sum(-1)
     normaliser = precision.logdet() - precision.size * math.log(2 * math.pi)
     return 0.5 * (normaliser - square) if normalized else -0.5 * square

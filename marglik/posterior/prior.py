@@ -66,14 +66,14 @@ def add_penalty(
     own = iter(local_parts(p.grad for p in parameters if p.grad is not None))
     present = [None if p.grad is None else next(own) for p in parameters]
     if values[0].device.type == "cpu":
-        # As torch's SGD adds a weight decay: a quarter of the time of its foreach functions, which
-        # are loops here. In place unless two parameters share a gradient, as after a compiled
-        # backward pass.
+        # Like a weight decay in torch's SGD: this takes a quarter of the time of its foreach
+        # functions, which are loops here. In place, unless two parameters share a gradient, as
+        # after a compiled backward pass.
         addresses = [g.data_ptr() for g in present if g is not None and not g.is_sparse]
         out = torch.Tensor.add_ if len({*addresses}) == len(addresses) else torch.Tensor.add
         pulls, scale = [], float(scale)
         for g, value, wd in zip(present, values, weight_decays, strict=True):
-            if g is None or g.is_sparse:  # an embedding's, which the prior makes dense
+            if g is None or g.is_sparse:  # sparse for embeddings; the prior makes it dense
                 pull = value * (wd * scale)
                 pulls.append(pull if g is None else pull + g)
             else:
@@ -84,7 +84,7 @@ def add_penalty(
         summed = [(pull, g) for pull, g in zip(pulls, present, strict=True) if g is not None]
         if summed:
             torch._foreach_add_(*map(list, zip(*summed, strict=True)))
-    # A parameter that the loss does not depend on still has its prior.
+    # A parameter that does not affect the loss still has its prior.
     for p, gradient in zip(parameters, with_local_parts(parameters, pulls), strict=True):
         if p.grad is not gradient:
             p.grad = gradient
@@ -170,7 +170,7 @@ class PriorGroups:
         return values.new_zeros(len(self.names)).index_add(0, index, values)
 
     def summary(self, values: Tensor) -> dict[str, float]:
-        """Group name -> value."""
+        """Return values by group name."""
         return dict(zip(self.names, values.tolist(), strict=True))
 
 
@@ -271,7 +271,7 @@ class Hyperparameters:
                     f"The state's {name!r} is {there}, but here it is {here}. Load the state as it "
                     "was saved, with the same groups."
                 )
-        self._adam.load_state_dict(state["adam"])  # which refuses other groups
+        self._adam.load_state_dict(state["adam"])  # it rejects other groups
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(state[name])
@@ -325,12 +325,12 @@ class Hyperparameters:
             FloatingPointError: the evidence is not finite.
         """
         evidences, T, device = [], temperature, terms.squared_norms.device
-        groups = torch.tensor(self.groups.index)[terms.tensors.cpu()]  # of each block
+        groups = torch.tensor(self.groups.index)[terms.tensors.cpu()]  # group of each block
         zeros = torch.zeros_like(self._log_delta)
         for step in range(steps + 1):
             if largest is not None and step:
                 self._log_delta.copy_(torch.minimum(self._log_delta, largest.log()))
-            delta = self._log_delta.exp()[groups].to(device)  # of each block
+            delta = self._log_delta.exp()[groups].to(device)  # δ of each block
             sigma = self._log_sigma.exp().to(device)
             evidences.append(terms.log_marginal_likelihood(delta, sigma, T).item())
             if step == steps:
@@ -400,7 +400,7 @@ def update_prior(
     ranks, device, T = posterior.ranks, posterior.mean.device, posterior.temperature
     start = _now(device)
     posterior.fit(data, progress_bar=progress, stands_for=num_data if is_sample else None)
-    # The weight decays T·δ/N of the steps and the evidence must be of the same N.
+    # The weight decays T·δ/N of the steps and the evidence must use the same N.
     if num_data is not None and posterior.n_data != num_data:
         raise ValueError(
             f"The curvature pass read {posterior.n_data} examples, but the loader's length "
@@ -408,15 +408,15 @@ def update_prior(
         )
     num_data = int(posterior.n_data)
     fitted = _now(device)
-    pulls = None if pull is None else pull(posterior)  # first, as it may find eigenvalues, too
-    terms = posterior.evidence_terms  # with the eigenvalues, which all steps share
+    pulls = None if pull is None else pull(posterior)  # first: may compute eigenvalues
+    terms = posterior.evidence_terms  # including the eigenvalues, which all steps share
     decomposed = _now(device)
     limits = None if largest is None else largest(posterior)
     evidences = hyperparameters.update(terms, steps, T, limits, pulls)
     if settles_noise and hyperparameters.learn_sigma_noise:
         evidences[-1] = hyperparameters.settle_noise(terms, T)
     if ranks.size > 1:
-        # Each rank has taken the same steps, but on another processor they may round otherwise, and
+        # All ranks have taken the same steps, but another processor may round differently, and
         # ranks with different weight decays would drift apart.
         evidences, state = ranks.gather((evidences, hyperparameters.state_dict()))[0]
         hyperparameters.load_state_dict(state)
@@ -453,7 +453,7 @@ def update_prior(
 
 
 def _now(device: torch.device) -> float:
-    """Seconds on a clock, read once the device has finished its work so far."""
+    """Return the seconds on a clock, after the device has finished its work so far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

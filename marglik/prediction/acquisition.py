@@ -33,21 +33,21 @@ from marglik.prediction.predictive import (
 AcquisitionMethod = Literal["mutual_information", "entropy", "margin", "random"]
 
 MOST_CANDIDATES = 500
-"""Number of inputs, those with the highest scores, among which a joint choice is made."""
+"""Number of candidates of a joint choice: the inputs with the highest scores."""
 MOST_LABELLINGS = 512
-"""Number of joint labels of the inputs chosen so far over which a joint choice averages. All joint
-labels count while there are no more; beyond, as many are drawn at random."""
+"""Maximum number of joint labels of the chosen inputs over which a joint choice averages. If there
+are more, as many are drawn at random."""
 
 
 @dataclass(frozen=True)
 class Acquisition:
-    """The inputs to label, and the score of each input of the pool."""
+    """Inputs to label, and the score of each input of the pool."""
 
     index: Int64[Tensor, " number"]
     """Positions in the pool, in the order of choice."""
     gain: Float[Tensor, " number"]
-    """The score with which each was chosen: for a joint choice the mutual information beyond the
-    labels of the inputs chosen before (nats), otherwise the input's own score."""
+    """Score of each chosen input. For a joint choice it is the mutual information beyond the labels
+    of the earlier inputs (nats), otherwise the input's own score."""
     scores: Float[Tensor, " M"]
     """Each input's own score; NaN for inputs that are labelled already."""
 
@@ -70,33 +70,33 @@ def acquire(
     Of inputs with equal scores the first is chosen.
 
     Args:
-        source: the posterior. Or a predictive, such as an `Ensemble` or ``map_predictive(model)``:
-            its mutual information is its epistemic uncertainty, and a predictive of `calibrate` is
-            taken without its calibration, which removes epistemic uncertainty.
-        pool: the inputs: a tensor, an array or a mapping of tensors with M examples, or a loader,
-            whose batches are inputs or begin with them, in a fixed order.
-        number: the number of inputs to choose.
+        source: the posterior, or a predictive such as an `Ensemble` or ``map_predictive(model)``. A
+            predictive's mutual information is its epistemic uncertainty. A predictive of
+            `calibrate` is used without its calibration, which removes epistemic uncertainty.
+        pool: the inputs: a tensor, an array or a mapping of tensors with M examples, or a loader
+            with a fixed order, whose batches are inputs or begin with them.
+        number: number of inputs to choose.
         method: the score. "mutual_information" between the label and the parameters (nats, summed
-            over the outputs where each has a target of its own). "entropy" of the predicted class
+            over the outputs if each has a separate target). "entropy" of the predicted class
             probabilities (nats). "margin": minus the difference of the two largest class
             probabilities. "random": uniform random numbers.
-        labelled: indices, or a mask (M,), of inputs that are not to be chosen again.
-        joint: whether each choice takes the labels of the earlier ones into account, so that no two
-            inputs are chosen for the same information: greedily by the mutual information between
-            all their labels and the parameters of all layers, among the 500 inputs with the highest
-            scores. It needs the posterior. For classes it averages over ``samples`` of the
-            linearised network; for regression it is exact and takes a tensor of vectors (M, d).
-        samples: the number of samples of the outputs, for classes.
+        labelled: indices, or a mask (M,), of inputs that must not be chosen again.
+        joint: whether each choice accounts for the labels of the earlier ones, so that no two
+            inputs are chosen for the same information. The choice is greedy, by the mutual
+            information between all their labels and the parameters of all layers, among the 500
+            inputs with the highest scores. It needs the posterior. For classes it averages over
+            ``samples`` of the linearised network. For regression it is exact and needs a tensor of
+            vectors (M, d).
+        samples: number of samples of the outputs, for classes.
         layers: the layers with uncertain parameters, see `PredictiveConfig`.
-        batch_size: the number of inputs per batch.
-        generator: source of random numbers, on the model's device. None draws the same numbers at
-            each call.
+        batch_size: number of inputs per batch.
+        generator: random generator on the model's device. None draws the same numbers at each call.
 
     Raises:
         ValueError: an unknown method, more inputs than the pool has unlabelled ones, labelled
-            inputs that the pool does not have, or a method that is not for the likelihood.
+            inputs that the pool does not have, or a method that the likelihood does not support.
         NotImplementedError: outputs (N, ..., C) of several positions; a joint choice for a
-            likelihood other than regression and those of classes.
+            likelihood other than regression and the likelihoods of classes.
     """
     check_option("method", method, AcquisitionMethod)
     check_positive("number", number)
@@ -104,13 +104,13 @@ def acquire(
         pool = torch.as_tensor(pool)
     if joint and (method != "mutual_information" or not isinstance(source, Posterior)):
         raise ValueError(
-            f"joint=True is for method 'mutual_information' of a Posterior, not {method!r} of "
-            f"{type(source).__name__}; pass the posterior, or joint=False."
+            f"joint=True needs method 'mutual_information' and a Posterior, not {method!r} and "
+            f"{type(source).__name__}. Pass the posterior, or joint=False."
         )
     if generator is None:
         device = source.mean.device if isinstance(source, Posterior) else "cpu"
         generator = torch.Generator(device).manual_seed(0)
-    # Step 1: each input's own score.
+    # Step 1: compute each input's own score.
     score_of = _scores_of(source, method, samples, layers, generator)
     with torch.no_grad():
         scores = torch.cat([score_of(x).double().cpu() for x in _batches(pool, batch_size)])
@@ -118,21 +118,24 @@ def acquire(
     num_left = int((~scores.isnan()).sum())
     if number > num_left:
         raise ValueError(
-            f"number={number}, but the pool has {num_left} unlabelled inputs of {len(scores)}; "
-            "choose fewer, or add inputs."
+            f"number={number} is too large: the pool has {num_left} unlabelled inputs of "
+            f"{len(scores)}. Choose fewer, or add inputs."
         )
-    # Step 2: the highest scores; NaN counts as the lowest.
+    # Step 2: take the highest scores; NaN counts as the lowest.
     order = scores.nan_to_num(-torch.inf).argsort(descending=True, stable=True)
     if not joint:
         return Acquisition(order[:number], scores[order[:number]], scores)
     assert isinstance(source, Posterior)
     if number > MOST_CANDIDATES:
         raise ValueError(
-            f"number={number} is more than a joint choice's {MOST_CANDIDATES} candidates; choose "
+            f"number={number} exceeds the {MOST_CANDIDATES} candidates of a joint choice. Choose "
             "fewer, or pass joint=False."
         )
     if num_examples(pool) != len(scores):
-        raise ValueError("A joint choice needs the pool as a tensor or a mapping of tensors.")
+        raise ValueError(
+            "A joint choice needs the pool as a tensor or a mapping of tensors. Pass one, or "
+            "joint=False."
+        )
     candidates = order[: min(MOST_CANDIDATES, num_left)].sort()[0]
     choose = _choose_labels if source.likelihood.kind == "classes" else _choose_numbers
     with torch.no_grad():
@@ -141,11 +144,14 @@ def acquire(
 
 
 def _batches(pool: Any, batch_size: int) -> Iterator[Any]:
-    """The pool's inputs in batches."""
+    """Yield the pool's inputs in batches."""
     if isinstance(pool, Tensor | Mapping):
         N = num_examples(pool)
         if not N:
-            raise ValueError("The pool is empty, or its tensors differ in length.")
+            raise ValueError(
+                "The pool is empty, or its tensors differ in length. Pass inputs with the same "
+                "first axis."
+            )
         for start in range(0, N, batch_size):
             yield examples(pool, slice(start, start + batch_size))
         return
@@ -154,7 +160,7 @@ def _batches(pool: Any, batch_size: int) -> Iterator[Any]:
 
 
 def _mask(labelled: Any, M: int) -> Tensor:
-    """The mask (M,) of inputs that are labelled already."""
+    """Return the mask (M,) of inputs that are labelled already."""
     mask = torch.zeros(M, dtype=torch.bool)
     if labelled is None:
         return mask
@@ -163,8 +169,8 @@ def _mask(labelled: Any, M: int) -> Tensor:
         return index
     if index.dtype == torch.bool or (len(index) and not -1 < index.min() <= index.max() < M):
         raise ValueError(
-            f"labelled has shape {tuple(index.shape)} and dtype {index.dtype}; it must be a mask "
-            f"({M},) or indices of the pool's inputs, 0 to {M - 1}."
+            f"labelled has shape {tuple(index.shape)} and dtype {index.dtype}. Pass a mask "
+            f"({M},), or indices of the pool's inputs from 0 to {M - 1}."
         )
     mask[index.long()] = True
     return mask
@@ -177,7 +183,7 @@ def _scores_of(
     layers: LayersOption,
     generator: torch.Generator,
 ) -> Callable[[Any], Tensor]:
-    """The function from inputs (n, ...) to scores (n,)."""
+    """Return the function from inputs (n, ...) to scores (n,)."""
     if method == "random":
         return lambda x: torch.rand(
             num_examples(x) or len(x), generator=generator, device=generator.device
@@ -185,16 +191,17 @@ def _scores_of(
     likelihood = likelihood_of(getattr(source, "likelihood", "classification"))
     if likelihood.kind == "continuous" and method != "mutual_information":
         raise ValueError(
-            f"method={method!r} is for class probabilities, and the likelihood is '{likelihood}'; "
-            "take 'mutual_information'."
+            f"method={method!r} is for class probabilities, but the likelihood is '{likelihood}'. "
+            "Pass method='mutual_information'."
         )
     if method == "margin" and likelihood.kind != "classes":
         raise ValueError(
-            f"method='margin' is for classes, and the likelihood is '{likelihood}'; take 'entropy'."
+            f"method='margin' is for classes, but the likelihood is '{likelihood}'. Pass "
+            "method='entropy'."
         )
     predict = source
     if isinstance(source, Posterior):
-        # Of the label as it is recorded: with label noise it carries less information.
+        # Score the label as recorded: with label noise it carries less information.
         config = PredictiveConfig(
             "mc", samples, layers=layers, calibration="none", labels="observed"
         ).for_posterior(source)
@@ -206,7 +213,7 @@ def _scores_of(
         fit = predict.calibration if isinstance(predict, ModelPredictive) else None
         if fit is not None and (fit.covariance_scale, fit.output_temperature) != (1, 1):
             raise ValueError(
-                "This predictive is calibrated, which changes its epistemic uncertainty; pass the "
+                "This predictive is calibrated, which changes its epistemic uncertainty. Pass the "
                 "posterior, or the predictive that calibrate returned."
             )
 
@@ -214,16 +221,16 @@ def _scores_of(
         prediction: Prediction = predict(x)  # pyright: ignore[reportCallIssue]
         if prediction.mean.dim() != 2:
             raise NotImplementedError(
-                f"Predictions have shape {tuple(prediction.mean.shape)}; acquire supports outputs "
-                "(N, C). For sequences sum the scores of positions yourself, from the predictive's "
-                "Prediction."
+                f"Predictions have shape {tuple(prediction.mean.shape)}, but acquire supports "
+                "outputs (N, C). For sequences, compute scores from the predictive's Prediction "
+                "and sum them over positions."
             )
         if method == "margin":
             largest = prediction.mean.topk(2, -1).values
             return largest[:, 1] - largest[:, 0]
         if method == "entropy":
             scores = prediction.entropy
-        elif likelihood.kind == "continuous":  # of a Gaussian with these two moments
+        elif likelihood.kind == "continuous":  # for a Gaussian with these two moments
             scores = 0.5 * (prediction.epistemic / prediction.aleatoric).log1p()
         else:
             scores = prediction.epistemic
@@ -233,33 +240,33 @@ def _scores_of(
 
 
 def _information_of_numbers(posterior: Posterior, x: Any, config: PredictiveConfig) -> Tensor:
-    """½ log det(I + J Σ Jᵀ/σ²), (n,)."""
+    """Return ½ log det(I + J Σ Jᵀ/σ²), (n,)."""
     layers: Any = config.layers
     f, covariance = posterior.output_distribution(x, layers)
     if f.dim() != 2:
         raise NotImplementedError(
-            f"Outputs have shape {tuple(f.shape)}; acquire supports outputs (N, C)."
+            f"Outputs have shape {tuple(f.shape)}, but acquire supports outputs (N, C)."
         )
     return _half_log_det(covariance.double() / posterior.sigma_noise.double().square())
 
 
 def _half_log_det(V: Float[Tensor, "*n C C"]) -> Float[Tensor, "*n"]:
-    """½ log det(I + V)."""
+    """Return ½ log det(I + V)."""
     return 0.5 * torch.logdet(V + torch.eye(V.shape[-1]).to(V))
 
 
-# The joint choices: greedy, which reaches at least 63 % of the best choice's information, since
-# the information of labels that are independent given θ is submodular.
+# Joint choices are greedy. This reaches at least 63 % of the best choice's information, because the
+# information of labels that are independent given θ is submodular.
 
 
 def _choose_numbers(
     posterior: Posterior, x: Any, number: int, samples: int, generator: torch.Generator
 ) -> tuple[list[int], list[Tensor]]:
-    """For regression: by the joint covariance of the candidates' outputs, given what is chosen."""
+    """Choose by the candidates' joint output covariance, given the chosen targets (regression)."""
     if posterior.likelihood.name != "regression" or not isinstance(x, Tensor) or x.dim() != 2:
         raise NotImplementedError(
-            f"joint=True for likelihood '{posterior.likelihood}': supported are the likelihoods of "
-            "classes, and 'regression' with a pool of vectors (M, d). Pass joint=False."
+            "joint=True supports likelihoods of classes, and 'regression' with a pool of vectors "
+            f"(M, d). The likelihood is '{posterior.likelihood}'. Pass joint=False."
         )
     f, covariance = posterior.joint_output_distribution(x.to(posterior.mean.device)[None])
     T, C = f.shape[1:]
@@ -269,7 +276,7 @@ def _choose_numbers(
     for _ in range(number):
         gain = _half_log_det(V.diagonal(dim1=0, dim2=1).movedim(-1, 0))
         best = _first_of_largest(gain, chosen)
-        # The covariance given the target of the chosen input, which has the noise I.
+        # The covariance given the target of the chosen input, which has noise I.
         noisy = V[best, best] + torch.eye(C).to(V)
         V = V - V[:, None, best] @ torch.linalg.solve(noisy, V[best])[None]
         chosen.append(best)
@@ -280,19 +287,19 @@ def _choose_numbers(
 def _choose_labels(
     posterior: Posterior, x: Any, number: int, samples: int, generator: torch.Generator
 ) -> tuple[list[int], list[Tensor]]:
-    """For classes: by samples of the parameters, and hypothetical labels of what is chosen."""
+    """Choose by samples of the parameters, and hypothetical labels of chosen inputs (classes)."""
     likelihood = posterior.likelihood
     f = posterior.linearised_outputs(posterior.sample(samples, generator), x)  # (S, T, C)
     if f.dim() != 3:
         raise NotImplementedError(
-            f"Outputs have shape {tuple(f.shape[1:])}; acquire supports outputs (N, C)."
+            f"Outputs have shape {tuple(f.shape[1:])}, but acquire supports outputs (N, C)."
         )
     p = _probabilities(likelihood, f)
     return choose_by_samples(p, number, generator)
 
 
 def _probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Of the recorded labels."""
+    """Return the probabilities of the recorded labels."""
     p, noise = likelihood.log_probabilities(f).exp(), label_noise_of(likelihood, None)
     return (1 - noise) * p + noise / p.shape[-1]
 
@@ -300,18 +307,18 @@ def _probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
 def choose_by_samples(
     p: Float[Tensor, "S T K"], number: int, generator: torch.Generator | None = None
 ) -> tuple[list[int], list[Tensor]]:
-    """Greedy choice of inputs by I(y_B; θ), with θ uniform over S samples.
+    """Choose inputs greedily by I(y_B; θ), with θ uniform over S samples.
 
-    The information is exact for these samples while the chosen inputs have at most
-    `MOST_LABELLINGS` joint labels; beyond, it is an average over drawn labels.
+    The information is exact for these samples as long as the chosen inputs have at most
+    `MOST_LABELLINGS` joint labels. Beyond, it is an average over drawn labels.
 
     Args:
         p: the probability of each label of each candidate at each sample.
-        number: the number of inputs to choose.
-        generator: source of the draws.
+        number: number of inputs to choose.
+        generator: random generator.
 
     Returns:
-        The candidates' numbers, in the order of choice, and the information that each adds (nats).
+        The candidates' indices, in the order of choice, and the information that each adds (nats).
     """
     S, _, K = p.shape
     entropies = torch.special.entr(p).sum(-1)  # (S, T)
@@ -327,7 +334,7 @@ def choose_by_samples(
         best = _first_of_largest(gain, chosen)
         chosen.append(best)
         gains.append(gain[best].clamp(min=0))
-        # Each labelling with each label of the new input, by Bayes' rule.
+        # Combine each labelling with each label of the new input, by Bayes' rule.
         weights = (weights[:, None] * p[:, best].T).flatten(0, 1)  # (labellings·K, S)
         evidence = weights.sum(1)
         probability = probability.repeat_interleave(K) * evidence
@@ -342,7 +349,7 @@ def choose_by_samples(
 
 
 def _first_of_largest(gain: Tensor, chosen: Iterable[int]) -> int:
-    """The first index with the largest gain, up to rounding, among those that are not chosen."""
+    """Return the first index with the largest gain, up to rounding, that is not chosen yet."""
     gain = gain.clone()
     gain[list(chosen)] = -torch.inf
     largest = gain.max()

@@ -402,13 +402,14 @@ def calibrations_of(
     config = config.for_posterior(posterior)
     methods = [config.method] if config.method == "linearised" else links
     held_out = HeldOut.of(posterior, batches, config, progress=progress, ranks=ranks, links=methods)
-    known, others = posterior.fingerprints, held_out.fingerprints
-    if known is not None and others is not None and ranks.rank == 0:
-        number, is_too_many = num_in_common(known, others)
+    training, validation = posterior.fingerprints, held_out.fingerprints
+    if training is not None and validation is not None and ranks.rank == 0:
+        number, is_too_many = num_in_common(training, validation)
         if is_too_many:
             warnings.warn(
-                f"{number} of the {len(others)} held-out examples are training data. The network "
-                "is more confident there than on new data, so the calibration is too confident. "
+                f"{number} of the {len(validation)} held-out examples are training data. The "
+                "network is more confident there than on new data, so the calibration is too "
+                "confident. "
                 "Calibrate with validation data.",
                 RuntimeWarning,
                 stacklevel=4,
