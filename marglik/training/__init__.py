@@ -1,1 +1,1 @@
-"""The online loop: steps of the network, updates of the prior, checkpoints."""
+"""Train a network and learn its prior online: network steps, prior updates, checkpoints."""

@@ -73,7 +73,7 @@ def start(
     first_batch = problem.look_at_data(likelihood, sums_terms, loss)
     state = LearnerState.initial(problem, hyperparameters, likelihood)
     state.set_decays(problem)
-    check_learned_numbers(problem, state, first_batch)  # now, before any work is lost
+    check_learned_numbers(problem, state, first_batch)  # check before any work is lost
     if saved is not None:
         state.load_state_dict(saved)
     return state
@@ -102,17 +102,17 @@ def penalty(
     """
     part, policy = problem.parts[index], problem.options.policy
     check_optimizer(part.optimizer)
-    # Step 1: average θ as the step before left it, and count the step.
+    # Step 1: average θ of the previous step, and count the step.
     if problem.averages:
         state.averages[index].begin_step()
         state.measures.frozen_norms = [n for n, norm in problem.norms.items() if not norm.training]
     state.steps[index] += 1
     # Step 2: in the first ten steps, find scale-invariant weights; after the tenth, raise δ once.
     policy.look_at_first_steps(problem, state, part)
-    # Step 3: the prior's gradient.
+    # Step 3: add the prior's gradient.
     decays, prior_scale = policy.stable_decays(state, part), state.gradient_scale * scale
     value = add_penalty(part.parameters, decays, prior_scale, part.padding, with_value=with_value)
-    policy.limit_gradients(state, part, scale)  # Step 4: limit the norm of all of it.
+    policy.limit_gradients(state, part, scale)  # Step 4: limit the norm of the whole gradient.
     return value
 
 
@@ -136,7 +136,8 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
         state.take_replayed_decays(problem)  # of another member of an ensemble
         if problem.learns_label_noise and epoch != schedule.epochs:  # after the last, `finish` does
             learn_label_noise(problem, state, is_late=schedule.is_late(epoch))
-        # Where wrong labels are known to be some, Λ is smaller, and decays would fall again.
+        # Once some labels are known to be wrong, Λ is smaller, and updates would lower the decays
+        # again.
         if problem.learns_label_noise and state.likelihood.parameters["noise"].item() > 0:
             return {}
         is_due = schedule.is_due_within(epoch) and not problem.options.policy.skips_update(state)
@@ -181,10 +182,10 @@ def fit(
         temperature=options.temperature, structure=options.hessian_structure,
         process_group=problem.ranks.process_group,
     )  # fmt: skip
-    posterior.curvature_pass = former.curvature_pass if former else None  # it has proved the model
+    posterior.curvature_pass = former.curvature_pass if former else None  # it proved the model
     if is_last:
         posterior.request_proof()
-    # Random numbers of its own: the loop's must not depend on when updates happen.
+    # Separate random numbers: the loop's must not depend on the times of updates.
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
@@ -199,7 +200,7 @@ def fit(
             record |= {"held_out_rise": measures.rise, "log_factor": measures.log_factor}
         if posterior.factors is not None:
             state.kfac_approx = posterior.factors.options.kfac_approx
-        # The last update leaves the ranges as they are, since its posterior must be of them.
+        # The last update leaves the ranges unchanged, because its posterior must belong to them.
         if state.ranges is not None and not is_last:
             state.ranges.learn(posterior, problem.loader, N)
         to_learn = problem.learned_by_evidence if steps else {}
@@ -207,7 +208,7 @@ def fit(
             state.likelihood, sigma = likelihood_step(posterior, data, to_learn)
             if hyper.learn_sigma_noise:
                 hyper.set(hyper.prior_precision, sigma)
-    if to_learn and is_last:  # the last posterior must be that of the numbers that are kept
+    if to_learn and is_last:  # the last posterior must belong to the final parameters
         seconds, (refitted, record) = record["seconds"], fit(problem, state, 0, is_last)
         evidences = evidences[:-1] + refitted
         seconds = {part: seconds[part] + s for part, s in record["seconds"].items()}
@@ -228,17 +229,17 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
     """
     if problem.steps_per_epoch and state.steps[-1] > state.epoch * problem.steps_per_epoch:
         state.epoch += 1  # an unfinished epoch counts as ended
-    # Step 1: the average takes the place of the last step's parameters.
+    # Step 1: replace the last step's parameters by the average.
     if average:
         take_average(problem, state)
     state.kept_epoch = state.epoch
-    # Step 2: the last update, or else a posterior, at the parameters that are there now.
+    # Step 2: make the last update, or fit a posterior without one, at the present parameters.
     updates = problem.options.schedule.updates
     numbers = last_update(problem, state, keeps_parameters=not average) if updates else {}
-    for average_of_part in state.averages:  # only now, as after an error this is called again
+    for average_of_part in state.averages:  # not earlier: errors call this again
         average_of_part.clear()
     if state.posterior is not None and not is_sharded(problem.model):
-        state.posterior.gather()  # whoever has the posterior now may predict on one rank alone
+        state.posterior.gather()  # so that one rank alone can predict
     problem.options.policy.warn_at_the_end(problem, state)
     return numbers
 
@@ -246,7 +247,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
 def last_update(
     problem: Problem, state: LearnerState, *, keeps_parameters: bool
 ) -> dict[str, float]:
-    """Update the prior at the present parameters, if it is due and has not been done."""
+    """Update the prior at the present parameters, if an update is due and was not made yet."""
     schedule, numbers = problem.options.schedule, dict[str, float]()
     with state.unchanged_by_errors(problem.model, parameters=schedule.keep == "best"):
         is_trained, is_fitted = state.steps[-1] > 0, state.posterior_is_current(problem)
@@ -260,7 +261,7 @@ def last_update(
         if is_trained and state.epoch >= schedule.burn_in and not is_updated and may_update:
             numbers = update(problem, state, is_last=True)
         elif not is_fitted or fitted_with != curvature_plan(problem, state, is_last=True):
-            if is_updated:  # the evidence of the same update is made anew
+            if is_updated:  # replace the evidence of the same update
                 state.evidences.pop()
             evidences, state.record = fit(problem, state, 0, is_last=True)
             state.evidences.append(evidences[-1])

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 ETA = 4
-"""η. The average has the same mean age and effective number of steps as a mean over the last third
-(.166 and .36 of the steps so far)."""
+"""η. The average has the same mean age and effective number of steps as a mean over the last third:
+.166 and .36 of the steps so far."""
 
 
 FEW_EXAMPLES = 2_560
@@ -181,19 +181,19 @@ def renew_batch_norm(
     with preserve_mode(model):
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # torch's way to ask for the mean over all batches
+            norm.momentum = None  # torch's value for the mean over all batches
         try:
             latest: Any = None
             for batch in loader:
                 x, y = split_batch(batch, options)
                 num_batches += len(y) > 0
-                if len(y) or is_sharded(model):  # the other ranks' batches need this one's part
-                    model.train(len(y) > 0)  # otherwise statistics stay as they are
+                if len(y) or is_sharded(model):  # the other ranks' batches need this rank's part
+                    model.train(len(y) > 0)  # otherwise statistics are unchanged
                     for norm in unchanged:
                         norm.eval()
                     # Not every model can run without examples.
                     latest = x = x if len(y) or latest is None else latest
-                    # A copy, since a model may change its input in place.
+                    # A copy, because a model may change its input in place.
                     args, kwargs = arguments(model, deepcopy(to_device(x, device)))
                     model(*args, **kwargs)
         finally:
@@ -249,7 +249,7 @@ def averaged(problem: "Problem", state: "LearnerState") -> Iterator[nn.Module]:
             statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]
             stack.callback(lambda: [buffer.copy_(value) for buffer, value in statistics])
             data, targets = own_iteration(problem.loader), problem.options.curvature
-            # The loop must draw the same numbers whether it validates or not.
+            # The loop must draw the same numbers with and without a validation.
             with random_numbers_restored(problem.loader):
                 if problem.num_data > FEW_EXAMPLES:
                     own = problem.num_data, problem.ranks, state.steps[-1]

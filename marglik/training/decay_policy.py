@@ -1,4 +1,4 @@
-"""The rules by which training with learned weight decays departs from the plain evidence.
+"""Rules for learned weight decays that go beyond the plain evidence.
 
 With `DecayPolicy.off()`, no average and ``curvature_from="pass"`` the learner is exactly algorithm
 1 of Immer et al. 2021 (arXiv:2104.04975).
@@ -59,7 +59,7 @@ class Measures:
     """Measurements of the rules; a part of the learner's state."""
 
     invariant: list[str]
-    """Names of the weights whose length has no effect, as far as is known; at first all."""
+    """Names of the weights whose length seems to have no effect; at first all names."""
     gradient_norms: list[Tensor | float | None]
     """The running mean of each optimiser's gradient norm."""
     first_loss: float = 0.0
@@ -77,21 +77,22 @@ class Measures:
     rest: int = 0
     """Number of updates to skip after the last one, which hardly changed the weight decays."""
     left_out: int = 0
-    """Number of these updates that have been skipped, ..."""
+    """Number of these updates that have been skipped."""
     all_left_out: int = 0
-    """... and number of skipped updates in the whole training."""
+    """Number of skipped updates in the whole training."""
     frozen_norms: list[str] = field(default_factory=list)
     """Names of the BatchNorms that the latest averaged step ran in eval mode."""
     has_estimates: bool = False
     """Whether evidences are estimates, from samples or from random vectors."""
     best_losses: Tensor | None = None
-    """The losses of the held-out terms, (M,), at the update of the lowest mean; see `held_out`."""
+    """Losses of the held-out terms, (M,), at the update with the lowest mean; see `held_out`."""
     rise: float = 0.0
-    """z: how far the held-out loss lay above its best at the last update, in standard errors."""
+    """z: standard errors by which the held-out loss exceeded its best at the last update."""
     log_factor: float = 0.0
-    """c: the decays of groups with weights are e^c times the evidence's, see ``raise_limit``."""
+    """c: the weight decays of groups with weights are e^c times the evidence's, see
+    ``raise_limit``."""
     examples_for_gamma: int = 0
-    """How many examples the next sample has at least, see `samples.examples_for_gamma`."""
+    """Minimum number of examples in the next sample, see `samples.examples_for_gamma`."""
 
 
 @dataclass(frozen=True)
@@ -147,21 +148,22 @@ class DecayPolicy:
             batches of 128, and 0.03 with "hold". It is not the default, because it costs 0.01 with
             BatchNorm and wrong labels, where learning is better
             (`experiments.weight_decay.late_fit`).
-        raise_limit: largest c of a factor e^c on the decays of all weights, with held-out labels of
-            a classifier; None for no such factor. At each update but the last the rule measures,
-            at the average of the parameters, the held-out loss of each label with τ and ε fitted
-            there: z, the mean rise since the best update so far in standard errors, and whether the
-            loss falls when all decays rise (`held_out`). Where both say so, and a third of the
-            epochs have ended, c rises by 0.5; otherwise it falls by a tenth. The evidence is higher
-            for a network that memorises wrong labels, so that it cannot tell. On ten problems both
-            corrections lower the NLL by 0.021 ± 0.007 with 20 % wrong labels. With 40 % and about
-            100 held-out labels single runs lose up to 0.10: once the weights shrink, the evidence
-            raises δ, too (`experiments.weight_decay.held_out_labels`). Off by default.
-        lowering: whether, while z ≤ 1, the part of the held-out gradient in log δ that asks for a
-            lower decay acts beside the evidence's, as far as ten parts of the held-out data agree.
-            Decays that are large because the data determines little keep a network from fitting.
-            It lowers the NLL of a transformer trained by Adam by 0.09, with and without wrong
-            labels, and costs 0.005 on convolutions with structured noise. Off by default.
+        raise_limit: largest c of a factor e^c on the decays of all weights, chosen by held-out
+            labels of a classifier; None for no such factor. At each update except the last the rule
+            evaluates the average of the parameters on the held-out data, with τ and ε fitted there.
+            It computes z, the mean increase of the loss per label since the best update so far, in
+            standard errors. It also computes whether the loss falls if all decays rise
+            (`held_out`). If z and this direction both call for a raise, and a third of the epochs
+            have ended, c rises by 0.5; otherwise it falls by a tenth. The evidence alone cannot
+            show this, because it is higher for a network that memorises wrong labels. On ten
+            problems both corrections lower the NLL by 0.021 ± 0.007 with 20 % wrong labels. With 40
+            % and about 100 held-out labels single runs lose up to 0.10: once the weights shrink,
+            the evidence raises δ, too (`experiments.weight_decay.held_out_labels`). Off by default.
+        lowering: whether, while z ≤ 1, the held-out gradient in log δ is added to the evidence's.
+            Only its part towards lower decays is added, as far as ten parts of the held-out data
+            agree. Decays that are large because the data determines little keep a network from
+            fitting. It lowers the NLL of a transformer trained by Adam by 0.09, with and without
+            wrong labels, and costs 0.005 on convolutions with structured noise. Off by default.
 
     Raises:
         ValueError: a clip that is not above 1, a limit that is not above 0, or another
@@ -208,7 +210,7 @@ class DecayPolicy:
     # --- before each step ---
 
     def look_at_first_steps(self, problem: "Problem", state: "LearnerState", part: "Part") -> None:
-        """Look at the gradients of the data in the first steps; after them, raise the start."""
+        """Measure the gradients of the data in the first steps; afterwards raise the start."""
         measures, step = state.measures, state.steps[part.index]
         if step > OBSERVED_STEPS:
             return
@@ -234,7 +236,8 @@ class DecayPolicy:
     def _raise_start(self, problem: "Problem", state: "LearnerState") -> None:
         options, hyper = problem.options, state.hyperparameters
         optimizers = [part.optimizer for part in problem.parts]
-        # Not with optimisers that divide gradients by their size, and the decays' pull with them.
+        # Not with optimisers that divide gradients by their size, including the gradient of the
+        # prior.
         if (
             state.likelihood.kind != "classes"
             or not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
@@ -246,7 +249,7 @@ class DecayPolicy:
         first = next((epoch for epoch in range(1, last + 1) if schedule.is_due(epoch)), None)
         if first is None:
             return
-        # Not so far that the weights would have vanished before the first update.
+        # Limit the raise, so that the weights do not vanish before the first update.
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         momentum = max(float(group["momentum"]) for group in groups)
         rate = problem.rate / max(1 - momentum, 1e-3)
@@ -262,7 +265,7 @@ class DecayPolicy:
                 for name, index in zip(problem.named, hyper.groups.index, strict=True)
                 if index == g
             ]
-            # Not of scale-invariant weights, whose decay acts on the learning rate alone.
+            # Leave out scale-invariant weights, whose decay acts only on the learning rate.
             if abs(decay / WEIGHT_DECAY - 1) < 1e-6 and all(
                 problem.named[name].dim() > 1 and name not in state.measures.invariant
                 for name in members
@@ -331,18 +334,18 @@ class DecayPolicy:
     def limits(
         self, problem: "Problem", state: "LearnerState", is_last: bool
     ) -> "Callable[[Posterior], Tensor | None] | None":
-        """What limits the decays in an update, see `update_prior`.
+        """Return the limits of the decays in an update, see `update_prior`.
 
-        No step follows the last update, whose decays keep no network from fitting.
+        No step follows the last update, so its weight decays cannot keep the network from fitting.
         """
         return None if is_last else partial(self.largest_precisions, problem, state)
 
     def largest_precisions(
         self, problem: "Problem", state: "LearnerState", posterior: "Posterior"
     ) -> Tensor | None:
-        """The δ that no group exceeds in an update, see ``late_fit``; None for no limit.
+        """Return the largest δ of each group in an update, see ``late_fit``; None for no limit.
 
-        Notes whether the network fits late.
+        It also records whether the network fits late.
         """
         hyper, measures, N = state.hyperparameters, state.measures, problem.num_data
         if self.late_fit is None or not state.losses:
@@ -354,7 +357,7 @@ class DecayPolicy:
         block_precision = hyper.groups.per_tensor(delta).to(terms.tensors.device)[terms.tensors]
         gamma = terms.effective_parameters(block_precision, hyper.sigma_noise, T).sum().item()
         is_late = half >= state.epoch / 2 and fall > NATS_OF_NOISE * gamma
-        measures.fits_late = problem.ranks.gather(is_late)[0]  # all must decide alike
+        measures.fits_late = problem.ranks.gather(is_late)[0]  # all ranks must decide alike
         if self.late_fit != "hold" or not measures.fits_late:
             return None
         start = weight_decay_to_precision(WEIGHT_DECAY, N, T)
@@ -364,7 +367,7 @@ class DecayPolicy:
     def look_at_update(self, problem: "Problem", state: "LearnerState", before: Tensor) -> None:
         """Record the change of the weight decays; plan the next update and its sample size.
 
-        Warns if the network does not fit yet.
+        It warns if the network does not fit yet.
         """
         hyper, measures = state.hyperparameters, state.measures
         assert state.posterior is not None
@@ -373,17 +376,17 @@ class DecayPolicy:
             torch.tensor([*of_tensors.values()], dtype=torch.float64)
         )
         needed = examples_for_gamma(state.posterior, of_tensors)
-        gamma, needed = problem.ranks.gather((gamma, needed))[0]  # all must decide alike
+        gamma, needed = problem.ranks.gather((gamma, needed))[0]  # all ranks must decide alike
         measures.examples_for_gamma = needed
         changes = (hyper.prior_precision / before).log()
         moves = changes.abs()
-        # A group of which the data determines nothing has no decay to settle at, nor has a
-        # scale-invariant weight: the evidence fixes δ‖w‖² alone.
+        # If the data determines nothing of a group, its decay does not converge. Nor does a
+        # scale-invariant weight's: the evidence fixes only δ‖w‖².
         settles = torch.tensor([name not in measures.invariant for name in hyper.groups.names])
         settles &= gamma >= 1
         weights = gamma * settles
         number = weights.sum().clamp(min=1)
-        # Decays that are held, or of too small a sample, have not settled.
+        # Decays that are held, or from a sample that is too small, have not converged.
         is_held = measures.fits_late and self.late_fit == "hold"
         is_too_small = state.record["num_examples"] < min(needed, problem.num_data)
         if is_held or is_too_small:
@@ -401,7 +404,7 @@ class DecayPolicy:
         self.warn_of_late_fit(problem, state)
 
     def skips_update(self, state: "LearnerState") -> bool:
-        """Whether a due update is skipped because the weight decays have converged; counts it."""
+        """Return whether to skip a due update because weight decays have converged; count it."""
         measures = state.measures
         if measures.left_out >= measures.rest:
             return False
@@ -427,7 +430,7 @@ class DecayPolicy:
 
     def warn_at_the_end(self, problem: "Problem", state: "LearnerState") -> None:
         """Warn if the evidence has fallen."""
-        # After a few updates alone the network does not fit yet, and its evidence says little.
+        # After few updates the network does not fit yet, and its evidence is not informative.
         passed = len(state.evidences) + state.measures.all_left_out
         if self.fallen_evidence is None or passed < FEW_UPDATES:
             return
@@ -447,10 +450,11 @@ class DecayPolicy:
 
 @torch.no_grad()
 def _may_be_invariant(name: str, tensors: dict[str, nn.Parameter]) -> bool:
-    """Whether f(cw) = f(w) for a weight, alone or with its bias: f(cw, cb) = f(w, b).
+    """Return whether f(cw) = f(w) for a weight, alone or with its bias: f(cw, cb) = f(w, b).
 
-    The gradient is orthogonal to them in each step. A weight is followed by BatchNorm or is normed
-    itself where it is so alone, and by GroupNorm or LayerNorm where it is with its bias.
+    The gradient is then orthogonal to them in each step. If this holds for the weight alone,
+    BatchNorm follows or the weight itself is normalised. If it holds with the bias, GroupNorm or
+    LayerNorm follows.
     """
     weight, bias = tensors[name], tensors.get(f"{name.removesuffix('weight')}bias")
     if weight.dim() < 2 or weight.grad is None:
@@ -498,16 +502,16 @@ def clip_gradients(
         running = None if running is None else float(running)
     else:
         norm = torch.linalg.vector_norm(torch.stack(norms)).float()
-        if running is not None:  # after a run on a CPU a float
+        if running is not None:  # a float after a run on a CPU
             running = torch.as_tensor(running, device=norm.device)
     norm = norm / scale
     mean: Any = norm if running is None else running
     where: Any = torch.where
     if not isinstance(norm, Tensor):
         where = lambda is_so, yes, no: yes if is_so else no  # noqa: E731
-    # A scaler's first step may be skipped, and a first gradient be zero: the mean starts later.
+    # The mean starts later if a scaler skips its first step, or if the first gradient is zero.
     mean = where((mean > 0) & (mean < torch.inf), mean, norm)
-    # A gradient scaler skips a step whose gradients are not finite; so does the mean.
+    # A gradient scaler skips a step whose gradients are not finite, and so does the mean.
     is_finite = norm < torch.inf
     is_large = clip is not None and is_finite & (norm > clip * mean)
     if clip is not None and is_large is not False:
@@ -522,7 +526,7 @@ def half_time(losses: Sequence[tuple[int, float]]) -> float:
     """Return the epoch at which half of a loss's fall had occurred, between two updates."""
     middle = (losses[0][1] + losses[-1][1]) / 2
     above = [i for i, (_, loss) in enumerate(losses[:-1]) if loss > middle]
-    last = above[-1] if above else 0  # of a loss that has risen, the first
+    last = above[-1] if above else 0  # the first one for a loss that has risen
     return (losses[last][0] + losses[last + 1][0]) / 2
 
 
@@ -538,7 +542,7 @@ def largest_error(estimates: Tensor) -> float:
 
 
 def warn_of(names: Sequence[str], text: str) -> None:
-    """Warn of names, if there are any, with the first four of them in place of {}."""
+    """Warn of names, if any, with the first four of them in place of {}."""
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         warnings.warn(text.format(", ".join(names[:4]) + more), RuntimeWarning, stacklevel=4)

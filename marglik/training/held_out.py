@@ -1,14 +1,14 @@
-"""How held-out labels correct the weight decays that the evidence learns, see `DecayPolicy`.
+"""Correct the learned weight decays by held-out labels, see `DecayPolicy`.
 
 Training minimises L(θ; δ) = Σ ℓ_n/T + ½ Σ_g δ_g ‖θ_g‖². V is the held-out mean loss. A change of
-log δ_g moves the parameters θ̄ by −f(H/T + P₀) δ_g θ̄_g after a time h of gradient flow, with
-f(s) = (1 − e^(−hs))/s. So dV/d log δ_g = −∇V(θ̄)ᵀ f(H/T + P₀) δ_g θ̄_g, exact at the minimum of a
+log δ_g moves the parameters θ̄ by −f(H/T + P₀) δ_g θ̄_g after a time h of gradient flow, with f(s)
+= (1 − e^(−hs))/s. So dV/d log δ_g = −∇V(θ̄)ᵀ f(H/T + P₀) δ_g θ̄_g, exact at the minimum of a
 quadratic L. In the limit of long training f(s) = 1/s, as in Larsen et al. 1996 ("Adaptive
 regularization in neural network modeling") and Lorraine et al. 2020 (arXiv:1911.02590). f is
 computed for each block in the eigenbasis of B ⊗ A.
 
 A step of SGD on the mean loss is a time of lr/((1 − momentum) N). Optimisers that divide the
-gradient by its size have no such time: for them f(s) = 1/s.
+gradient by its size have no such time, so f(s) = 1/s for them.
 """
 
 import math
@@ -48,20 +48,20 @@ if TYPE_CHECKING:
     from marglik.training.state import LearnerState, Problem
 
 NUM_PARTS = 10
-"""Parts of the held-out data, whose gradients differ by their sampling error."""
+"""Number of parts of the held-out data. Their gradients differ by sampling errors."""
 OPEN = 1.0
-"""Standard errors by which the held-out loss must lie above its best so far."""
+"""Standard errors by which the held-out loss must exceed its best so far to open the gate."""
 RISE = 0.5
-"""Added to the logarithm of the common factor in an update with an open gate."""
+"""Increase of the logarithm of the common factor in an update with an open gate."""
 DECLINE = 0.9
 """Factor on that logarithm in an update with a closed gate."""
 LOWERING = 0.3 * 10
-"""Weight of the held-out gradient beside the evidence's, both in nats of all N examples."""
+"""Weight of the held-out gradient relative to the evidence's, both in nats of all N examples."""
 
 
 @dataclass(frozen=True)
 class HeldOutLook:
-    """The average of the parameters, as the held-out data judges it."""
+    """Held-out losses and gradients at the average of the parameters."""
 
     losses: Tensor
     """−log((1 − ε) p_τ(y) + ε/C) of each held-out term (nats), (M,), with τ and ε fitted there."""
@@ -77,19 +77,19 @@ class HeldOutLook:
 
 
 def response(spectrum: Tensor, time: float) -> Tensor:
-    """f(s) = (1 − e^(−hs))/s for eigenvalues s > 0 and a time h; 1/s for h = ∞."""
+    """Return f(s) = (1 − e^(−hs))/s for eigenvalues s > 0 and a time h; 1/s for h = ∞."""
     return -torch.expm1(-time * spectrum) / spectrum
 
 
 def displacements(
     posterior: Posterior, parameters: list[Tensor], times: list[float]
 ) -> list[Tensor | None]:
-    """f(H/(σ²T) + P₀) δ_g θ_g of each tensor, by which it shrinks per unit of log δ_g; collective.
+    """Return f(H/(σ²T) + P₀) δ_g θ_g of each tensor: its shrinkage per unit of log δ_g; collective.
 
-    With several ranks each computes those of some tensors; None stands for the others.
+    With several ranks each computes some of the tensors, and None stands for the others.
 
     Args:
-        posterior: fitted, with Kronecker factors; gives H, δ, σ and T.
+        posterior: a fitted posterior with Kronecker factors; it gives H, δ, σ and T.
         parameters: θ of each trainable tensor, in the posterior's order.
         times: h of each tensor; ∞ for a minimum.
     """
@@ -116,7 +116,7 @@ def displacements(
         )
         if isinstance(block, CorrectedBlock):
             spectrum = block.factor_eigenvalues()[0].view_as(spectrum)
-        # Directions outside of the bases have the eigenvalue δ alone.
+        # Directions outside of the bases have the eigenvalue δ.
         at_zero = response(torch.tensor(delta, dtype=torch.float64), time).item()
         values = response(scale * spectrum + delta, time) - at_zero
         V = pull.view(*of_B.shape, -1)  # (..., d_out, d_in)
@@ -129,37 +129,38 @@ def displacements(
 
 @dataclass(frozen=True)
 class Basis:
-    """Eigenvectors Q of a factor, in float64; of M rows x those of nonzero eigenvalues, Q = xᵀ W.
+    """Eigenvectors Q of a factor, in float64, or for M rows x those with nonzero eigenvalues.
 
-    W has the eigenvectors of the rows' inner products, divided by the roots of their eigenvalues.
+    For rows Q = xᵀ W, where W has the eigenvectors of the rows' inner products, divided by the
+    roots of their eigenvalues.
     """
 
     values: Tensor
-    """(..., d), or (..., M)."""
+    """Eigenvalues (..., d), or (..., M)."""
     vectors: Tensor
     """Q (..., d, d), or W (..., M, M)."""
     rows: Tensor | None
-    """x, (..., M, d); None for Q itself."""
+    """x, (..., M, d); None if `vectors` is Q itself."""
 
     @property
     def shape(self) -> torch.Size:
-        """(..., d)."""
+        """Shape of vectors, (..., d)."""
         return torch.Size(
             (*self.values.shape[:-1], (self.vectors if self.rows is None else self.rows).shape[-1])
         )
 
     def coordinates(self, V: Tensor) -> Tensor:
-        """V Q of V (..., d)."""
+        """Return V Q of V (..., d)."""
         return V @ self.vectors if self.rows is None else (V @ self.rows.mT) @ self.vectors
 
     def combined(self, V: Tensor) -> Tensor:
-        """V Qᵀ of coordinates."""
+        """Return V Qᵀ of coordinates."""
         V = V @ self.vectors.mT
         return V if self.rows is None else V @ self.rows
 
 
 def _bases(blocks: list[KroneckerBlock]) -> dict[str, tuple[Basis, Basis | None]]:
-    """The eigenvectors of B and of A of each block, by its name."""
+    """Return the eigenvectors of B and of A of each block, by its name."""
     plain = [block for block in blocks if not isinstance(block, CorrectedBlock)]
     factors = {id(F): (F, name) for block in plain for F, name in block.named_factors()}
     rows = {key: None if F.rows is None else F.rows.double() for key, (F, _) in factors.items()}
@@ -174,7 +175,7 @@ def _bases(blocks: list[KroneckerBlock]) -> dict[str, tuple[Basis, Basis | None]
     for (key, x), (values, vectors, clipped) in zip(rows.items(), solved, strict=True):
         values, vectors = values.double(), vectors.double()
         if x is not None:
-            F, _ = factors[key]  # which knows its eigenvalues now, for the evidence
+            F, _ = factors[key]  # the evidence has computed its eigenvalues
             zeros = values.new_zeros(*values.shape[:-1], F.shape[-1] - values.shape[-1])
             F.eigenvalues = torch.cat([zeros, values], -1), clipped
             least = values[..., -1:] * torch.finfo(values.dtype).eps * values.shape[-1]
@@ -198,9 +199,9 @@ def gradients_in_log_decays(
     moved: list[Tensor | None],
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> Tensor:
-    """dV/d log δ of each tensor, by each part of the held-out data: (parts, tensors), float64.
+    """Return dV/d log δ of each tensor by part of the held-out data: (parts, tensors), float64.
 
-    Collective: each tensor's is computed where ``moved`` has it.
+    Collective: the rank with the tensor's entry in ``moved`` computes its derivative.
     """
     rows = [
         torch.stack([
@@ -217,9 +218,9 @@ def gradients_in_log_decays(
 
 
 def times_left(problem: "Problem", state: "LearnerState") -> list[float]:
-    """The time h of gradient flow in the steps that follow, of each trainable tensor.
+    """Return the time h of gradient flow in the remaining steps, for each trainable tensor.
 
-    Where the number of epochs is not known, as many steps as were made.
+    If the number of epochs is unknown, as many steps are assumed to remain as were made.
     """
     epochs = problem.options.schedule.epochs
     share = 1.0 if epochs is None else max(epochs - state.epoch, 1) / max(state.epoch, 1)
@@ -238,7 +239,7 @@ def times_left(problem: "Problem", state: "LearnerState") -> list[float]:
 
 
 def look_at_held_out(problem: "Problem", state: "LearnerState") -> HeldOutLook:
-    """The losses of the held-out labels at the average, and their gradients; collective."""
+    """Return the losses of the held-out labels at the average, and their gradients; collective."""
     model, ranks, batches = problem.model, problem.ranks, problem.held_out
     assert batches is not None
     parameters = list(problem.named.values())
@@ -263,7 +264,7 @@ def look_at_held_out(problem: "Problem", state: "LearnerState") -> HeldOutLook:
         counts = torch.zeros(NUM_PARTS, dtype=torch.float64)
         with eval_mode(model), torch.enable_grad():
             for part, x, labels in _parts(problem, state, batches):
-                x = to_device(x, device)  # a copy, since a model may change its input in place
+                x = to_device(x, device)  # a copy: a model may change its input in place
                 x = x.clone() if isinstance(x, Tensor) else deepcopy(x)
                 args, kwargs = arguments(model, x)
                 outputs = logits_of(model(*args, **kwargs))
@@ -290,7 +291,7 @@ def look_at_held_out(problem: "Problem", state: "LearnerState") -> HeldOutLook:
 
 
 def _losses(f: Tensor, y: Tensor, temperature: float, noise: float) -> Tensor:
-    """−log((1 − ε) softmax(f/τ)_y + ε/C) of each term."""
+    """Return −log((1 − ε) softmax(f/τ)_y + ε/C) of each term."""
     log_p = (f / temperature).log_softmax(-1).gather(-1, y.long()[:, None])[:, 0]
     return -with_label_noise(
         log_p, torch.tensor(noise, dtype=f.dtype, device=f.device), f.shape[-1]
@@ -300,7 +301,7 @@ def _losses(f: Tensor, y: Tensor, temperature: float, noise: float) -> Tensor:
 def _parts(
     problem: "Problem", state: "LearnerState", batches: Any
 ) -> Iterator[tuple[int, Any, Tensor]]:
-    """The number of a part, inputs and labels: of batches in turn, or of pieces of few batches.
+    """Yield a part's number, inputs and labels: batches in turn, or pieces of few batches.
 
     With ten batches or more, the parts of several ranks together are those of one process.
     """
@@ -322,7 +323,7 @@ def _parts(
 
 
 def rise_of(best: Tensor | None, losses: Tensor) -> float:
-    """z, the mean of losses minus those of the best update so far, over its standard error."""
+    """Return z, the mean increase of losses since the best update, over its standard error."""
     if best is None or best.shape != losses.shape:
         return 0.0
     difference = losses - best
@@ -331,7 +332,7 @@ def rise_of(best: Tensor | None, losses: Tensor) -> float:
 
 
 def needs_gradient(problem: "Problem", state: "LearnerState", z: float) -> bool:
-    """Whether the gate, or else the lowering, asks in which direction the held-out loss falls."""
+    """Return whether the rule needs the direction in which the held-out loss falls."""
     policy = problem.options.policy
     if z > OPEN:
         return policy.raise_limit is not None and not _is_early(problem, state)
@@ -341,7 +342,7 @@ def needs_gradient(problem: "Problem", state: "LearnerState", z: float) -> bool:
 def correct(
     problem: "Problem", state: "LearnerState", look: HeldOutLook, posterior: Posterior
 ) -> Tensor | None:
-    """Open or close the gate; returns the pull on log δ of each group, (G,), None if there is none.
+    """Open or close the gate. Return the pull on log δ of each group, (G,), or None.
 
     The pull is added to the gradient of −log evidence (nats).
     """
@@ -375,14 +376,14 @@ def move_gate(
 
 
 def shrunk(of_parts: Tensor) -> Tensor:
-    """The mean over parts, times max(0, 1 − 1/t²), t the mean over its standard error."""
+    """Return the mean over parts, times max(0, 1 − 1/t²), t the mean over its standard error."""
     mean = of_parts.mean(0)
     error = of_parts.std(0) / math.sqrt(len(of_parts))
     return mean * (1 - (error / mean.abs().clamp(min=1e-30)).square()).clamp(min=0)
 
 
 def _is_early(problem: "Problem", state: "LearnerState") -> bool:
-    """Whether less than half of the epochs before the last third, or of ``updates``, have ended."""
+    """Return whether under half of the epochs before the last third, or of ``updates``, ended."""
     schedule = problem.options.schedule
     total = schedule.updates if schedule.epochs is None else (1 - LATE_SHARE) * schedule.epochs
     return state.epoch < total / 2

@@ -30,7 +30,7 @@ from marglik.training.loss_agreement import LossCheck
 from marglik.training.state import LearnerState, Part, Problem
 
 _ACTIVE: "WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StepHooks]]" = WeakKeyDictionary()
-"""The hooks that each optimiser has."""
+"""Maps each optimiser to its hooks."""
 
 COMPARED_STEPS = 10
 """Number of first steps after which all weights are compared, regardless of torch's version
@@ -172,7 +172,7 @@ class WeightsLeft:
         self._versions: list[int] = []
         self._views: list[Tensor] = []  # of the weights' own memory
         self._fingerprints: list[Tensor] = []
-        self._compared = self._changed = 0  # how often before a step
+        self._compared = self._changed = 0  # number of comparisons and changes before steps
 
     @torch.no_grad()
     def remember(self) -> None:
@@ -180,16 +180,16 @@ class WeightsLeft:
         parts = local_parts(self._parameters)
         self._versions = [part._version for part in parts]
         addresses = [part.data_ptr() for part in parts]
-        if addresses != self._addresses:  # a view takes as long as a sum
+        if addresses != self._addresses:  # making a view takes as long as a sum
             self._addresses, self._dtypes = addresses, [part.dtype for part in parts]
             self._views = [view_of_bits(part) for part in parts]
         self._fingerprints = fingerprints(self._views)
 
     @torch.no_grad()
     def is_changed(self) -> bool:
-        """Whether the weights have other values now, of this rank's parts.
+        """Return whether this rank's parts of the weights have other values now.
 
-        Another device is no change, nor is a cast from which the values can be restored.
+        Moving to another device is no change, nor is a cast from which the values can be restored.
         """
         rows = zip(local_parts(self._parameters), self._dtypes, self._views)  # noqa: B905
         now = fingerprints([view_like(part.to(view.device, d), view) for part, d, view in rows])
@@ -224,12 +224,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(views: list[Tensor]) -> list[Tensor]:
-    """One number for each of `view_of_bits`, by which changed values show.
+    """Return one number for each of `view_of_bits`, which shows whether values have changed.
 
-    On a CPU, the sum of the bits modulo 2⁶⁴: exact, in whatever order and with any number of
-    threads. It shows each change of a single value. It misses values in another order, and in
-    float64 an even number of changed signs. On a GPU, the norm in float64, of all tensors at once:
-    it misses changed signs, too.
+    On a CPU it is the sum of the bits modulo 2⁶⁴: exact, for any order and number of threads. It
+    detects each change of a single value. It does not detect values in another order, nor in
+    float64 an even number of changed signs. On a GPU it is the norm in float64, of all tensors at
+    once, which does not detect changed signs either.
     """
     if any(view.is_floating_point() for view in views):
         return list(torch._foreach_norm(views, 2, torch.float64))
@@ -237,9 +237,9 @@ def fingerprints(views: list[Tensor]) -> list[Tensor]:
 
 
 def view_of_bits(values: Tensor) -> Tensor:
-    """The values' bits as integers; of 64 bits if memory allows: their sum takes a fourth as long.
+    """Return the values' bits as integers, of 64 bits if memory allows, to sum in 1/4 of the time.
 
-    On a GPU the values themselves, see `fingerprints`.
+    On a GPU it returns the values themselves, see `fingerprints`.
     """
     if values.is_cuda:
         return values
@@ -251,7 +251,7 @@ def view_of_bits(values: Tensor) -> Tensor:
 
 
 def view_like(values: Tensor, view: Tensor) -> Tensor:
-    """`view_of_bits` of values in other memory, in integers of the same size as ``view``."""
+    """Return `view_of_bits` of values in other memory, in integers of the same size as ``view``."""
     return values if values.dtype == view.dtype else values.reshape(-1).clone().view(view.dtype)
 
 

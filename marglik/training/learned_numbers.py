@@ -91,7 +91,7 @@ def check_learned_numbers(problem: Problem, state: LearnerState, batch: Any) -> 
 
 
 def _check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> None:
-    """Raise an error if the evidence of a batch has no derivative in what it is to learn."""
+    """Raise an error if the evidence of a batch has no derivative in the learned quantities."""
     if (structure := problem.options.hessian_structure) != "kron":
         raise NotImplementedError(
             f"hessian_structure={structure!r} has no derivatives in the likelihood's parameters "
@@ -100,7 +100,7 @@ def _check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> Non
     names = problem.learned_by_evidence
     modules = [] if state.ranges is None else state.ranges.modules
     if modules:
-        check_whole(problem.model, "Learning what the inputs depend on")
+        check_whole(problem.model, "Learning parameters of the inputs")
     curvature, group = problem.options.curvature, problem.ranks.process_group
     posterior = Posterior(problem.model, state.likelihood, curvature, process_group=group)
     with forked_random_numbers(problem.model):
@@ -114,28 +114,28 @@ def _check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> Non
 def likelihood_step(
     posterior: Posterior, data: Loader, names: Collection[str]
 ) -> tuple[Likelihood, Tensor]:
-    """A step of parameters ξ of the likelihood on the evidence at fixed θ and δ; and σ.
+    """Update parameters ξ of the likelihood, and σ, by the evidence at fixed θ and δ.
 
     The evidence is log p(D|θ, ξ)/T − ½ log det(H(ξ)/T + P₀). Its first part is known from the
-    outputs at θ. The second is replaced by its tangent in log ξ, which takes one more pass over
-    the data, and the sum is maximised, within a factor e of the present ξ. A fixed point gives the
-    noise of an output MacKay's σ² = SSE/(N − T γ).
+    outputs at θ. The second is replaced by its tangent in log ξ, which takes one more pass over the
+    data. The sum is maximised within a factor e of the present ξ. A fixed point gives the noise of
+    an output MacKay's σ² = SSE/(N − T γ).
 
     For a noise, the tangent of the blocks' log det is Σ_b γ_b. The whole GGN determines fewer
-    directions, since tensors share them: max_b γ_b ≤ γ ≤ Σ_b γ_b. The tangent is therefore
-    multiplied by max_b γ_b / Σ_b γ_b. On 150 points and three layers the whole GGN has γ = 22,
-    its blocks have max_b γ_b = 17 and Σ_b γ_b = 50. On 80 points the sum makes the noise 53 % too
+    directions, because tensors share them: max_b γ_b ≤ γ ≤ Σ_b γ_b. The tangent is therefore
+    multiplied by max_b γ_b / Σ_b γ_b. On 150 points and three layers the whole GGN has γ = 22, its
+    blocks have max_b γ_b = 17 and Σ_b γ_b = 50. On 80 points the sum makes the noise 53 % too
     large, the maximum 11 % (K-FAC overestimates γ_b, too). With the sum, the strength of
     "heteroscedastic" also shrinks to nothing. The steps on δ use each block's own γ_b.
 
     Args:
-        posterior: fitted.
+        posterior: a fitted posterior.
         data: batches of all its data, or of a sample.
         names: keys of `Likelihood.parameters`.
     """
     factors, T = posterior.fitted_factors(), posterior.temperature
     likelihood, sigma = factors.likelihood, posterior.sigma_noise.double().cpu()
-    # Leaves with an entry for each output, where there are several, which the pass reads.
+    # Leaves for the pass, with an entry for each output if there are several.
     present = [
         xi.expand(posterior.n_outputs).clone() if xi.dim() else xi.clone()
         for xi in (likelihood.parameters[name] for name in names)
@@ -156,16 +156,16 @@ def likelihood_step(
         share * g.cpu() * (xi - low) for g, xi, low in zip(of_det, present, bounds, strict=True)
     ]
     outputs = [pair for of_rank in posterior.ranks.gather(own) for pair in of_rank]
-    weight = factors.num_data / sum(len(y) for _, y in outputs)  # N/M of a sample
+    weight = factors.num_data / sum(len(y) for _, y in outputs)  # N/M for a sample
 
     def log_p(likelihood: Likelihood) -> Tensor:
         losses = weight * torch.stack([likelihood.losses(f, y).sum() for f, y in outputs]).sum()
-        # A noise beside σ is a part of σ, whose normaliser the loss leaves out.
+        # With σ, such a noise is a part of σ, whose normaliser the loss omits.
         scale = likelihood.parameters["noise"].log().mean() if likelihood.has_sigma else 0.0
         count = factors.num_loss_terms * factors.num_outputs
         return -(losses / sigma.square() + count * scale) / T
 
-    # Step 2: the maximum, in the logarithms of what ξ exceeds its least value by.
+    # Step 2: the maximum, in the logarithm of the difference between ξ and its lower bound.
     moves = [torch.zeros_like(xi, requires_grad=True) for xi in present]
 
     def moved() -> list[Tensor]:
@@ -214,8 +214,8 @@ def outputs_and_labels(
             f = outputs_of(model, x)
         return f, torch.zeros_like(f.flatten(0, -2))[:, None]
 
-    # The loop draws the same numbers whether ε is learned or not. Loaders with a generator of their
-    # own keep their order: other roundings would move ε where the fit of it stops.
+    # The loop draws the same numbers with and without learning ε. Loaders with their own generator
+    # keep their order: other rounding would move the end of ε's fit.
     with random_numbers_restored(problem.loader, batches):
         return collected(
             outputs_and_spread, batches, model, state.likelihood, problem.options.curvature, 1,
@@ -247,7 +247,7 @@ def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = 
         shares.append(_noise_of(problem, state, own_iteration(loader)))
     if not is_late:
         return
-    if problem.held_out is not None:  # the latest, once three in a row show some
+    if problem.held_out is not None:  # the latest, once three in a row show noise
         noise = shares[-1] if min(shares[-EPOCHS_THAT_SHOW:]) >= NO_NOISE else 0.0
     else:
         last = len(shares) + 1 - EPOCHS_THAT_SHOW
@@ -258,10 +258,10 @@ def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = 
 
 
 def _noise_of(problem: Problem, state: LearnerState, batches: Loader) -> float:
-    """The ε that, with a temperature, makes the labels of these batches most likely."""
+    """Return the ε that, with a temperature, makes the labels of these batches most likely."""
     f, spread, y = outputs_and_labels(problem, state, batches)
     with torch.enable_grad():
-        without = state.likelihood.replace(noise=0.0)  # so that the prior towards 0 counts
+        without = state.likelihood.replace(noise=0.0)  # so that the prior towards 0 applies
         data = HeldOut(without, f, spread, y, is_sampled=True)
         noise = fit_sharpness(data, scale=0.0).label_noise
     return problem.ranks.gather(noise)[0]

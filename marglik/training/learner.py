@@ -71,11 +71,11 @@ class PriorLearner:
         self.options = LearnerOptions.of(likelihood, curvature, schedule, policy, options)
         self._hyperparameters = hyperparameters
         self._replayed: tuple[Mapping[int, Any], Mapping[str, float], list[str]] = {}, {}, []
-        self._saved: Mapping[str, Any] | None = None  # loaded, and applied by the start
+        self._saved: Mapping[str, Any] | None = None  # loaded state, which the start uses
         self._hooks: StepHooks | None = None
-        self._averages = True  # whether finish takes the average, where it is not said
-        self.problem: Problem  # from the start on: what is trained,
-        self.state: LearnerState  # and what the learning has come to
+        self._averages = True  # default of finish(average=None)
+        self.problem: Problem  # set by the start: the training problem,
+        self.state: LearnerState  # and the learned values
 
     def start(
         self,
@@ -237,14 +237,14 @@ class PriorLearner:
             )
         if average is None:
             average = self._takes_average()
-        self._averages = average  # also of a second call after an error
+        self._averages = average  # also for a second call after an error
         self.detach()
         numbers = algorithm.finish(self.problem, self.state, average)
         self._averages = False  # another call has no average to take
         return numbers | {"averaged": float(average and self.state.averages[0].is_written)}
 
     def _takes_average(self) -> bool:
-        """Whether the present parameters are those of the loop's steps, and no restored state."""
+        """Return whether the parameters come from the loop's steps, not from a restored state."""
         since = "unchanged" if self._hooks is None else self._hooks.weights_since_steps()
         if not self.state.has_average and self.problem.options.schedule.keep == "last":
             since = "unchanged"  # finish keeps the parameters either way

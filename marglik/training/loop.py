@@ -211,14 +211,14 @@ class OnlineTraining:
         self._start()
         if not self._is_alone:
             _warn_of_batch_norm(model)
-        # dynamic=False: only two batch sizes occur, the usual one and that of the last batch. Each
-        # gets a graph of its own, and none has a symbolic size.
+        # dynamic=False: only two batch sizes occur, the usual one and the last batch's. Each gets a
+        # separate graph, without symbolic sizes.
         compiled: Any = (
             model
             if compile_mode is None
             else torch.compile(model, mode=compile_mode, dynamic=False)
         )
-        # Only steps go through the wrapped network; all else uses the caller's module.
+        # Only steps use the wrapped network; everything else uses the caller's module.
         self._forward, self.optimizer = self.fabric.setup(compiled, optimizer)
         self._kfac = kfac
         self._own_damping: float | None = None
@@ -259,7 +259,7 @@ class OnlineTraining:
                 self.load_state_dict(checkpoints.load())
                 _logger.info("going on after epoch %d", self._epoch)
             else:
-                # A run that is killed within its first epoch can then be resumed like any other.
+                # So a run that is killed within its first epoch can be resumed like any other.
                 checkpoints.save(self.state_dict())
         earlier = self._seconds
 
@@ -268,19 +268,19 @@ class OnlineTraining:
             if checkpoints is not None and (needed or checkpoints.is_due):
                 checkpoints.save(self.state_dict())
 
-        hidden = None if self.progress else True  # None: shown on a terminal only
+        hidden = None if self.progress else True  # None shows it on a terminal only
         bar = tqdm(desc="Training", unit="epoch", disable=hidden, total=epochs)
         problem, state = self.learner.problem, self.learner.state
         problem.progress, schedule = self.progress, problem.options.schedule
         with bar, preserve_mode(self.model):
             bar.update(self._epoch)
             while state.epoch < epochs:
-                # Algorithm 1: the network's steps on the objective of the present prior, ...
+                # Algorithm 1: the network's steps on the objective with the present prior, ...
                 if self._epoch == state.epoch:
                     bar.set_postfix(loss=f"{self.train_epoch()['loss']:.3f}")
                     bar.update()
-                    save(schedule.is_due_within(self._epoch))  # an update may take as long
-                # ... then the prior's steps on the evidence of the present parameters.
+                    save(schedule.is_due_within(self._epoch))  # updates may take long
+                # ... then the prior's steps on the evidence at the present parameters.
                 self._report_update(algorithm.end_of_epoch(problem, state, self._epoch))
                 save(self._epoch == epochs)
             self._report_update(algorithm.finish(problem, state))
@@ -326,8 +326,8 @@ class OnlineTraining:
             self._set_damping(self._own_damping, variance)
         for sampler in () if self._is_alone else samplers_of(self.train_loader):
             if isinstance(sampler, DistributedSampler):
-                sampler.set_epoch(epoch)  # it would else repeat its order
-        # On the device, and summed and read once at the end: reading a loss waits for its step.
+                sampler.set_epoch(epoch)  # otherwise it would repeat its order
+        # On the device; summed and read once at the end, because reading a loss waits for its step.
         # Losses, penalties, hits and labels of each step, and the number of examples.
         values: list[tuple[Tensor | float, ...]] = []
         examples, latest = 0, None
@@ -336,8 +336,8 @@ class OnlineTraining:
             indices, batch = (None, item) if self.probabilities is None else item
             x, y = split_batch(batch, self._task.options)
             own = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
-            # The last batch may be too small for this rank to have a part of it. It must take part
-            # all the same, since the others wait for its gradients: it runs on its latest examples,
+            # The last batch may be too small for this rank to have a part of it. It must still take
+            # part, because the others wait for its gradients. So it runs on its latest examples,
             # with weight zero.
             counts = self._is_alone or len(own[1]) > 0
             latest = own if counts else latest
@@ -386,14 +386,15 @@ class OnlineTraining:
     def _step(
         self, x: Any, y: Tensor, indices: Tensor | None, counts: bool
     ) -> tuple[Tensor | float, ...]:
-        """Take one step; returns the batch's four sums, see `_take_steps`.
+        """Take one step and return the batch's four sums, see `_take_steps`.
 
-        ``indices`` are the examples', if they are known. ``counts`` is False where this rank has no
+        ``indices`` are the examples' indices, if known. ``counts`` is False if this rank has no
         example of the batch and runs on others.
         """
         likelihood = self.learner.state.likelihood
         self.optimizer.zero_grad()
-        # A copy, since a model may change its input in place, and batches may live for many epochs.
+        # A copy, because a model may change its input in place, and batches may live for many
+        # epochs.
         args, kwargs = arguments(self.model, x.clone() if isinstance(x, Tensor) else deepcopy(x))
         unseen: Any = nullcontext()
         if self._kfac is not None and not counts:  # its factors must not count examples twice
@@ -410,7 +411,7 @@ class OnlineTraining:
             if not self._is_alone:
                 objective = self._mean_over_ranks(data_loss, len(f), counts)
             # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
-            # changes from step to step. The prior's gradient must get the same one: the hook
+            # changes from step to step. The prior's gradient needs the same factor: the hook
             # records it as the gradient of the objective itself.
             scale: list[Tensor | float] = [1.0]
             if not isinstance(self.fabric, OneDevice):
@@ -418,17 +419,17 @@ class OnlineTraining:
             self.fabric.backward(objective)
         problem, state = self.learner.problem, self.learner.state
         penalty = algorithm.penalty(problem, state, scale[0], with_value=True)
-        assert penalty is not None  # its value is asked for
+        assert penalty is not None  # its value was requested
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         correct = terms = data_loss = data_loss.detach()
         if (counted := counted_terms(y, likelihood)) is not None:
-            correct, terms = (likelihood.predicted(f) == y).sum(), counted.sum()  # IGNORED is none
+            correct, terms = (likelihood.predicted(f) == y).sum(), counted.sum()  # none is IGNORED
         return data_loss, penalty * len(f), correct, terms
 
     def _mean_over_ranks(self, data_loss: Tensor, examples: int, counts: bool) -> Tensor:
-        """The loss that this rank differentiates; the ranks' average is the mean over examples."""
+        """Return this rank's loss; its average over ranks is the mean over examples."""
         of_all = data_loss.new_tensor([examples if counts else 0], dtype=torch.float64)
         self.ranks.sum_([of_all])
         weight = self.ranks.size / of_all[0] if counts else torch.zeros_like(of_all[0])
@@ -446,7 +447,7 @@ class OnlineTraining:
     # --- records ---
 
     def _report_update(self, numbers: Mapping[str, float]) -> None:
-        """Report the learner's latest update, if it has made one: there are then numbers to log."""
+        """Report the learner's latest update, if there was one."""
         if not numbers:
             return
         record = {"kind": "update", "epoch": self._epoch, **self.learner.state.record}
@@ -496,7 +497,7 @@ class OnlineTraining:
         parts = "model", "optimizer", "scheduler", "precision", "learner", "probabilities"
         check_keys("OnlineTraining", state, [*parts, "epoch", "random", "records", "seconds"])
         self.learner.load_state_dict(state["learner"])
-        self._start()  # again, from this state
+        self._start()  # start again, from this state
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -505,10 +506,10 @@ class OnlineTraining:
         self.fabric.strategy.precision.load_state_dict(state["precision"])
         if self.probabilities is not None:
             self.probabilities.load_state_dict(state["probabilities"])
-        for record in state["records"]:  # the log is written again from its start
+        for record in state["records"]:  # write the log again from its start
             self._report(record)
         # Last, so that nothing above draws from the restored generators. Another number of ranks
-        # goes on from the first one's state, which ranks of one seed have in common.
+        # continues from the first rank's state, which ranks with one seed have in common.
         random = state["random"]
         own = random[self.ranks.rank if len(random) == self.ranks.size else 0]
         set_random_state(own, generators_of(self.train_loader, self.curvature_loader))
@@ -536,7 +537,7 @@ class OneDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Full precision has no state; a scaler that is off has the methods.
+        # Full precision has no state. A disabled scaler has the methods.
         self.strategy: Any = SimpleNamespace(precision=GradScaler(enabled=False))
 
     def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ dtype."""
 FEW_FIRST_LABELS = 0.02
 """Share of labels without an output that may count in a mean over terms without a warning."""
 LEAST_SCALE = 2**8
-"""Smallest factor that is taken for a gradient scaler's."""
+"""Smallest factor that counts as a gradient scaler's."""
 MOST_NUMBERS = 2**22
 """Maximum number of compared gradient entries."""
 
@@ -61,7 +61,8 @@ class LossCheck:
         self._first: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._num_outputs = 0
         self._gradients: list[tuple[int, int]] = []
-        """The number of each output that got a gradient, and of the latest output by then."""
+        """Number of each output that got a gradient, and number of the latest output at that
+        time."""
         self.handle = model.register_forward_hook(self._note)
 
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -90,7 +91,7 @@ class LossCheck:
         if self._only_counts:
             return len(numbers)
         f, gradient, y = self._first
-        if y is None or (self.likelihood.has_labels and y.dim() > 1):  # which may be shifted
+        if y is None or (self.likelihood.has_labels and y.dim() > 1):  # labels may be shifted
             y = _shown_targets(gradient, self.likelihood)
         if y is not None:  # the loss of each of k accumulated batches is divided by k
             gradient = gradient * len(numbers) / (self.scale or 1)
@@ -102,7 +103,7 @@ class LossCheck:
 
 
 def _shown_targets(gradient: Tensor, likelihood: Likelihood) -> Tensor | None:
-    """The targets that a loss's gradient shows; None where it shows none."""
+    """Return the targets that a loss's gradient shows, or None."""
     if likelihood.kind == "binary":
         return (gradient < 0).to(gradient)
     if likelihood.name not in ("classification", "noisy_classification"):
@@ -154,7 +155,7 @@ def warn_of_another_gradient(
     terms = max(int(num_counted_terms(f, y, likelihood)), 1)
     count = terms if is_mean_over_terms else len(f)
     rounding = torch.finfo(f.dtype).eps
-    # Of some terms alone, where a vocabulary makes the gradients large: (M, C).
+    # For a large vocabulary use only some terms, (M, C).
     some = slice(max(1, MOST_NUMBERS // f.shape[-1]))
     y, first = y.flatten(0, f.dim() - 2)[some], f.detach().flatten(0, -2)[some]
     ours = likelihood.gradient(at_least_float32(first), y).detach().double() * scale / count
@@ -182,7 +183,7 @@ def warn_of_another_gradient(
         return
     unit = "classes" if likelihood.has_labels else "targets"
     smoothing = _smoothing(loops, ours, y, count / scale, same)
-    # With equal probabilities both explain the gradient; labels are seldom smoothed by more.
+    # With equal probabilities both explain the gradient; labels rarely have more smoothing.
     is_factor = same(loops, factor * ours)
     if smoothing and not is_sum and (smoothing <= 0.5 or not is_factor):
         difference = (
@@ -226,15 +227,16 @@ def warn_of_another_gradient(
 
 
 def _per_term(loops: Tensor, ours: Tensor) -> Tensor:
-    """The factor of each term, (M, 1), by which it counts more; 0 where it has no gradient."""
+    """Return each term's weight in the gradient, (M, 1); 0 if it has no gradient."""
     squares = ours.square().sum(1, keepdim=True)
     return ((loops * ours).sum(1, keepdim=True) / squares).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _smoothing(loops: Tensor, ours: Tensor, y: Tensor, count: float, same: Any) -> float | None:
-    """ε if the gradient is that of labels of which ε is spread evenly over all classes.
+    """Return ε if the gradient belongs to labels with a share ε spread evenly over all classes.
 
-    The gradient of the smoothed loss is p − (1 − ε) e_y − ε/C, that is ε (e_y − 1/C) more.
+    The gradient of the smoothed loss is p − (1 − ε) e_y − ε/C. It differs from the plain one by ε
+    (e_y − 1/C).
     """
     C = ours.shape[1]
     counted = ours.any(1)

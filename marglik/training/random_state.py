@@ -61,8 +61,8 @@ def seeded_random_numbers(model: nn.Module, seed: int) -> Iterator[None]:
     """Context manager that seeds torch's random numbers and restores their state on exit."""
     device = next(model.parameters()).device
     with forked_random_numbers(model):
-        # Not torch.manual_seed, which keeps a stack trace for each kind of device that has not been
-        # used yet: 5 ms, and as much memory as there are calls.
+        # Not torch.manual_seed, which stores a stack trace for each kind of device that has not
+        # been used yet. This takes 5 ms per call, and its memory grows with the calls.
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             module = torch.get_device_module(device)
@@ -91,4 +91,4 @@ def own_random_numbers(ranks: Ranks) -> Iterator[None]:
         yield
     finally:
         set_random_state(common)
-        torch.rand(())  # moves the common state on: the next context must derive other seeds
+        torch.rand(())  # advances the common state, so that the next context derives other seeds

@@ -79,7 +79,7 @@ def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> 
     else:
         if state.steps_at_update:
             num_seen *= 1 - state.steps_at_update / state.steps[-1]
-        between = num_seen  # examples of the steps between updates, on average if that is known
+        between = num_seen  # examples of the steps between updates, or their average if known
         if schedule.epochs is not None:
             num_updates = schedule.updates
             if schedule.every is not None:
@@ -112,7 +112,7 @@ def pass_of_update(
     if plan.fisher != curvature.fisher:
         curvature = curvature.replace(fisher=plan.fisher, mc_samples=1)
     if state.kfac_approx is not None and number < N and not is_last:
-        curvature = curvature.replace(kfac_approx=state.kfac_approx)  # what the first one chose
+        curvature = curvature.replace(kfac_approx=state.kfac_approx)  # as the first update chose
     if takes_all(problem.options):
         return curvature, own_iteration(problem.loader)
     return curvature, sampled(problem.loader, number, N, problem.ranks, state.epoch)
@@ -190,9 +190,7 @@ def sampled(
     if _is_of_examples(loader):
         batches = loader.batch_sampler  # pyright: ignore[reportAttributeAccessIssue]
         with random_numbers_restored(loader):
-            indices = sorted(
-                i for batch in islice(batches, limit) for i in batch
-            )  # in whatever order they came
+            indices = sorted(i for batch in islice(batches, limit) for i in batch)  # in any order
         M = max(1, min(len(indices), round(number * len(indices) / num_data)))
         chosen = [indices[i] for i in torch.randperm(len(indices), generator=generator)[:M]]
         starts = range(0, M, BATCH_SIZE)
@@ -201,7 +199,7 @@ def sampled(
     total = length(loader)
     if limit is None and (total is None or number >= num_data):
         return own_iteration(loader)
-    if total is None or number >= num_data:  # of a stream the first ones: it may have no end
+    if total is None or number >= num_data:  # for a stream the first ones: it may be endless
         numbers = range(limit or 0)
     else:
         numbers = torch.randperm(min(total, limit or total), generator=generator).tolist()
@@ -210,10 +208,10 @@ def sampled(
 
 
 def _is_of_examples(loader: Loader) -> bool:
-    """Whether batches of any examples may take the place of the loader's own.
+    """Return whether batches of any examples may replace the loader's own.
 
-    A sampler of batches of the user's may group examples that fit together, and an ``__iter__`` may
-    change them: of such loaders whole batches are taken.
+    A user's batch sampler may group examples that fit together, and an ``__iter__`` may change
+    them. For such loaders whole batches are drawn.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
@@ -224,7 +222,7 @@ def _is_of_examples(loader: Loader) -> bool:
 def _with_batches(
     loader: DataLoader[Any], batches: list[list[Any]], generator: torch.Generator
 ) -> DataLoader[Any]:
-    """A DataLoader of the same dataset, which yields these batches."""
+    """Return a DataLoader of the same dataset, which yields these batches."""
     return DataLoader(
         loader.dataset,
         batch_sampler=batches,
@@ -240,7 +238,7 @@ def _with_batches(
 
 
 class _Again:
-    """What a function makes of a generator, the same in each iteration."""
+    """Iterable over a function's generator, the same in each iteration."""
 
     def __init__(self, make: Callable[[torch.Generator], Iterable[Any]], seed: int) -> None:
         self._make, self._seed = make, seed
@@ -250,13 +248,13 @@ class _Again:
 
 
 class _Some:
-    """Batches of a loader by their numbers; it is read up to the last of them."""
+    """Batches of a loader by their numbers. The loader is read up to the last of them."""
 
     def __init__(self, loader: Loader, numbers: set[int]) -> None:
         self._loader, self._numbers = loader, numbers
 
     def get_loader(self) -> Loader:
-        """The loader that is read."""
+        """Return the underlying loader."""
         return self._loader
 
     def __len__(self) -> int:

@@ -72,7 +72,7 @@ class Schedule:
             check_option("average", self.average, Average)
 
     def is_due(self, epoch: int) -> bool:
-        """Whether an update follows this epoch, from 1; that which ends training is not meant."""
+        """Return whether an update follows this epoch, from 1, not counting the final update."""
         if epoch < self.burn_in or not self.updates:
             return False
         if self.every is not None:
@@ -85,13 +85,13 @@ class Schedule:
         return epoch % spacing == 0
 
     def is_due_within(self, epoch: int) -> bool:
-        """Whether an update follows this epoch, which is not the last one."""
+        """Return whether an update follows this epoch, and it is not the last one."""
         return self.is_due(epoch) and epoch != self.epochs
 
     def is_late(self, epoch: int) -> bool:
-        """Whether the end of this epoch, from 1, begins or lies in the last third of the epochs.
+        """Return whether this epoch, from 1, ends at the start of the last third or within it.
 
-        Where the number of epochs is not known, it is late after as many as there are ``updates``.
+        If the number of epochs is unknown, epochs are late after as many as there are ``updates``.
         """
         if self.epochs is None:
             return epoch >= self.updates
@@ -99,10 +99,10 @@ class Schedule:
 
     @property
     def num_early(self) -> int:
-        """How many epochs come before the first late one."""
+        """Number of epochs before the first late one."""
         return next(epoch for epoch in count(1) if self.is_late(epoch)) - 1
 
     @property
     def averages(self) -> bool:
-        """Whether the parameters are averaged, where an epoch has several steps."""
+        """Whether the parameters are averaged if an epoch has several steps."""
         return self.average is not None and self.keep == "last"

@@ -180,7 +180,7 @@ class Part:
     names: list[str]
     parameters: list[nn.Parameter]
     padding: dict[int, int] = field(default_factory=dict)
-    """Index of a parameter -> its constant row, which has no weight decay."""
+    """Maps a parameter's index to its constant row, which has no weight decay."""
 
 
 @dataclass(eq=False)
@@ -322,7 +322,7 @@ class Problem:
     def may_rest(self, state: "LearnerState") -> bool:
         """Whether updates may be skipped: they have a budget and learn only weight decays."""
         schedule = self.options.schedule
-        # Held-out labels say what the share of wrong labels is, and not updates.
+        # Held-out labels determine the share of wrong labels, not updates.
         learns_more = state.hyperparameters.learn_sigma_noise or self.learned_by_evidence
         learns_more = learns_more or state.ranges is not None
         is_budget = schedule.every is None and schedule.keep == "last" and schedule.steps > 0
@@ -390,7 +390,7 @@ class Problem:
         with forked_random_numbers(self.model), eval_mode(self.model), torch.no_grad():
             for index, batch in enumerate(self.loader):
                 x, labels = split_batch(batch, task.options)
-                if index == 0:  # a copy, since a model may change its input in place
+                if index == 0:  # a copy: a model may change its input in place
                     first = deepcopy(batch)
                     x, labels = deepcopy(to_device(x, device)), to_device(labels, device)
                 y = task.targets(self.model, x, labels)
@@ -419,7 +419,7 @@ class Problem:
         self.first_loss = sum(rank[4] for rank in of_ranks) / batch_size
         self.examples_per_epoch = self.num_data
         step_size = batch_size * getattr(self.loader, "batches_per_step", 1)
-        if self.has_rounds:  # so long that an update of a sample takes a tenth of the time
+        if self.has_rounds:  # long enough that an update of a sample takes a tenth of the time
             self.steps_per_epoch = math.ceil(min(self.num_data, FEWEST / SHARE) / step_size)
         if self.steps_per_epoch and length(self.loader) is None:
             self.examples_per_epoch = self.steps_per_epoch * step_size
@@ -440,9 +440,9 @@ class Problem:
         return first
 
     def count_batches_of_step(self, number: int) -> None:
-        """Make rounds of a stream shorter where each step accumulates this number of batches.
+        """Shorten the rounds of a stream if each step accumulates this number of batches.
 
-        A trainer's loader says the number from the start.
+        A trainer's loader gives the number at the start.
         """
         if not self.has_rounds or hasattr(self.loader, "batches_per_step"):
             return
@@ -450,7 +450,7 @@ class Problem:
         step_size = number * self.examples_per_epoch // self.steps_per_epoch
         self.steps_per_epoch = math.ceil(min(self.num_data, FEWEST / SHARE) / step_size)
         self.examples_per_epoch = self.steps_per_epoch * step_size
-        vars(self).pop("averages", None)  # which depends on the number of steps
+        vars(self).pop("averages", None)  # it depends on the number of steps
 
     def identity(self, hyperparameters: Hyperparameters) -> dict[str, Any]:
         """Values that must agree to continue from a state; the number of epochs may change."""
@@ -518,7 +518,8 @@ class LearnerState:
     shown_noise: list[float] = field(default_factory=list)
     """The estimate of ε after each epoch, from held-out labels or else from training labels."""
     decay_history: dict[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
-    """Epoch -> δ of each tensor, σ and likelihood after its end; see `PriorLearner.replay`."""
+    """Maps an epoch to δ of each tensor, σ and likelihood after its end; see
+    `PriorLearner.replay`."""
     record: dict[str, Any] = field(default_factory=dict)
     """Record of `update_prior` in the latest update, or of a fit without update, with its
     seconds."""
@@ -553,28 +554,28 @@ class LearnerState:
         """
         vector, posterior = parameter_vector(local_parts(problem.named.values())), self.posterior
         is_current = posterior is not None and torch.equal(vector, posterior.mean)
-        # Of sharded parameters each rank compares its own.
+        # For sharded parameters each rank compares its own part.
         return not problem.ranks.any(not is_current, vector.device)
 
     def weight_decays(self, problem: Problem) -> Tensor:
-        """T·δ/N of each group, (G,), times its factor."""
+        """Return T·δ/N of each group, (G,), times its factor."""
         delta, T = self.hyperparameters.prior_precision, problem.options.temperature
         return precision_to_weight_decay(delta, problem.num_data, T) * self.factors(problem)
 
     def factors(self, problem: Problem) -> Tensor:
-        """e^c of groups that hold a weight, 1 of others, (G,); see `DecayPolicy.raise_limit`."""
+        """Return e^c for groups with a weight, else 1, (G,); see `DecayPolicy.raise_limit`."""
         factor = torch.tensor(math.exp(self.measures.log_factor), dtype=torch.float64)
         return factor.where(self.holds_weights(problem), 1.0)
 
     def holds_weights(self, problem: Problem) -> Tensor:
-        """Whether a group has a tensor of two axes or more, (G,)."""
+        """Return whether each group has a tensor with two axes or more, (G,)."""
         is_weight = torch.tensor([p.dim() > 1 for p in problem.named.values()])
         return self.hyperparameters.groups.sum_over_tensors(is_weight.long()) > 0
 
     def set_decays(self, problem: Problem) -> None:
         """Compute the weight decays of the steps, once per update, and store them for `replay`."""
         options, hyper = problem.options, self.hyperparameters
-        # σ², since the loop's loss has no noise; 1/R where it averages over R terms, too.
+        # σ², because the loop's loss has no noise; also 1/R if it averages over R terms.
         sigma = hyper.sigma_noise
         self.gradient_scale = sigma.square().item() * options.loss_scale
         self.gradient_scale /= problem.terms_per_example
@@ -601,7 +602,7 @@ class LearnerState:
             setattr(self, name, _from_plain(getattr(self, name), saved[name]))
 
     def take_replayed_decays(self, problem: Problem) -> None:
-        """Take the weight decays that another training had from this epoch on."""
+        """Use the weight decays that another training had from this epoch on."""
         if self.epoch in problem.replayed:
             delta, sigma, likelihood = problem.replayed[self.epoch]
             self.likelihood = likelihood_of(likelihood)
@@ -633,7 +634,7 @@ class LearnerState:
         return True
 
     def numbers_to_log(self, model: nn.Module) -> dict[str, float]:
-        """Numbers of the latest update, by name; adds the ranges to its record."""
+        """Return the numbers of the latest update by name, and add the ranges to its record."""
         record, ranges = self.record, {} if self.ranges is None else ranges_of(model)
         numbers = {"log_marginal_likelihood_per_example": record["evidence_per_example"]}
         numbers |= {f"weight_decay/{name}": wd for name, wd in record["weight_decay"].items()}
@@ -702,7 +703,7 @@ def check_saved(
     check_part(saved, ranks.rank, ranks.size)
     if ranks.size == 1:
         return common
-    # A record has this rank's seconds, and the best network this rank's running statistics.
+    # A record has this rank's seconds, and the best network has this rank's running statistics.
     same = {name: saved[name] for name in SAVED if name not in ("record", "best")}
     best = saved["best"] and {name: v for name, v in saved["best"].items() if name != "model"}
     steps = {f"the loaded {name}": saved[name] for name in ("epoch", "steps")}
