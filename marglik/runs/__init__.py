@@ -1,1 +1,1 @@
-"""The commands' work, and their options."""
+"""Implement the commands and their options."""

@@ -29,8 +29,9 @@ def acquire_rows(
 ) -> dict[str, Any]:
     """Write the rows of a table to label next, the best first.
 
-    The network was trained on a TableFile. The output has the columns of the pool, and in front
-    "row", the number of the row in the pool (from 0), and "score". Returns what was written where.
+    The network was trained on a TableFile. The output has the columns of the pool. In front of them
+    it has "row", the number of the row in the pool (from 0), and "score". Returns a summary of the
+    written file.
 
     Args:
         path: folder written by marglik train or marglik fit.
@@ -39,9 +40,9 @@ def acquire_rows(
         number: number of rows to choose.
         output: CSV file to write the rows to, outside of all folders of runs.
         method: score of a row. mutual_information is the information of the label about the
-            parameters in nats, under the uncalibrated posterior; entropy and margin are those of
-            the predicted class probabilities; random is a random number.
-        joint: whether each choice takes the earlier ones into account, so that similar rows are not
+            parameters in nats, under the uncalibrated posterior. entropy and margin are computed
+            from the predicted class probabilities. random is a random number.
+        joint: whether each choice accounts for the earlier ones, so that similar rows are not
             chosen together.
         model: class of the network. Name the class if it is your own, because the folder alone must
             not choose the code that runs.

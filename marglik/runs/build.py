@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 RANK_TIMEOUT = timedelta(minutes=10)
-"""How long a process waits for another one before all end."""
+"""Maximum time for which a process waits for another one before all end."""
 
 
 def device_of(accelerator: Accelerator) -> torch.device:
@@ -68,7 +68,7 @@ def build_fabric(
     if started == 1 and precision == "32-true":
         return OneDevice(device)
     with extra("lightning"):
-        from lightning.fabric import Fabric  # here, since importing Lightning takes seconds
+        from lightning.fabric import Fabric  # imported here, because Lightning takes seconds
         from lightning.fabric.strategies import DDPStrategy
 
     if started == 1:
@@ -87,7 +87,7 @@ def build_fabric(
         strategy=DDPStrategy(process_group_backend=backend, timeout=RANK_TIMEOUT),
         precision=precision,
     )
-    for name in ("lightning.fabric", "lightning.pytorch"):  # no lines about the launch
+    for name in ("lightning.fabric", "lightning.pytorch"):  # hide lines about the launch
         logging.getLogger(name).setLevel(logging.WARNING)
     fabric.launch()
     return fabric
@@ -119,7 +119,8 @@ def check_model(
     parameter, name = next(model.parameters(), torch.empty(0)), type(model).__name__
     x, y = x.to(parameter.device), y.to(parameter.device)
     with eval_mode(model):
-        # Made before the forward pass: its error about layers without a rule comes first.
+        # Make the pass before the forward pass, so that its error about layers without a rule comes
+        # first.
         options = None if curvature is None else curvature.options(splits.targets)
         of_factors = options and CurvaturePass(model, likelihood, options, process_group=None)
         try:
@@ -140,7 +141,7 @@ def check_model(
                 f"{name} returns {f.shape[-1]} outputs, but {splits.name} has {len(classes)} "
                 f"classes. Pass --model.num_classes {len(classes)}."
             )
-        # What the predictive would cost, then a pass, and the covariance of a single output.
+        # Check the cost of the predictive, then run a pass, and the covariance of a single output.
         if predictive is not None:
             number = sum(p.numel() for p in model.parameters() if p.requires_grad)
             predictive = predictive.for_network(number, f.shape[-1])
@@ -160,9 +161,9 @@ def check_model(
 
 
 def _identities(factors: KroneckerFactors) -> KroneckerFactors:
-    """The same factors as identities, which `decompose` recognises and needs no solver for."""
+    """Return the same factors as identities, which `decompose` recognises without a solver."""
 
-    @cache  # one for what a weight and its bias share
+    @cache  # one object if a weight and its bias share it
     def identity(factor: Factor) -> Factor:
         ones = torch.ones(factor.shape[:-1], dtype=factor.dtype, device=factor.device)
         return Factor(torch.diag_embed(ones))
@@ -203,7 +204,7 @@ def with_standardised_columns(
 
 
 def _around(provenance: Provenance, path: str, **arguments: Any) -> Provenance:
-    """How a network inside of another is built, if it is known how the inner one is."""
+    """Return the specification of a network around another, if the inner one has one."""
     if provenance.model is None:
         return provenance
     spec = {"class_path": path, "init_args": {"model": provenance.model, **arguments}}
@@ -219,7 +220,7 @@ def sizes_of(splits: Splits, likelihood: str = "classification") -> dict[str, in
 
 
 def _num_outputs(splits: Splits, likelihood: str) -> int:
-    """C: of labels the number of classes (ordinal: 1), of numbers what the likelihood needs."""
+    """Return C: the number of classes for labels (ordinal: 1), else the likelihood's number."""
     distribution = likelihood_of(likelihood)
     if distribution.name == "ordinal":
         return 1
@@ -230,7 +231,7 @@ def _num_outputs(splits: Splits, likelihood: str) -> int:
         return 1 + int(max(y.max(), y_test.max()))
 
     def width(outputs: int) -> int:
-        """The length of the targets' last axis that so many outputs have."""
+        """Return the length of the targets' last axis for this number of outputs."""
         try:
             return distribution.target_shape(torch.empty(1, outputs))[-1]
         except ValueError:

@@ -26,7 +26,7 @@ PriorRules = PriorStructure | dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class CurvatureConfig(PassOptions):
-    """The curvature pass."""
+    """Options of the curvature pass."""
 
     def __post_init__(self) -> None:
         try:

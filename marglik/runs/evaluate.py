@@ -90,7 +90,7 @@ def evaluate_run(
         )
     device = device_of(accelerator)
 
-    # Step 1: network, posterior and data, as the folder says or as given.
+    # Step 1: network, posterior and data, as passed or from the folder.
     record = read_posterior(path)
     network = saved_object(path, model, record, "model", nn.Module)
     source = saved_object(path, data, record["data"] or {}, "source", DataSource)
@@ -107,7 +107,7 @@ def evaluate_run(
     for config in configs or [None]:
         check_model(network, splits, None, laplace.likelihood, config)
     folder = Path(output or path)
-    # Now, since the report at the end would find the same errors only after the work.
+    # Check now, because the report at the end would find the same errors only after the work.
     read_results(folder)
     read_record(folder / EVALUATION)
     posterior = folder / POSTERIOR
@@ -117,7 +117,7 @@ def evaluate_run(
             "to belong to it. Pass another --output."
         )
 
-    # Step 2: what is not calibrated yet, and the metrics.
+    # Step 2: missing calibrations, and the metrics.
     calibrated: dict[str, CalibrationRecord] = {}
     if is_held_out(splits, record["data"]):
         calibrated = _calibrate(laplace, configs, splits, progress)
@@ -140,9 +140,9 @@ def evaluate_run(
 def _calibrate(
     laplace: Posterior, configs: list[PredictiveConfig], splits: Splits, progress: bool
 ) -> dict[str, CalibrationRecord]:
-    """Calibrate predictives that the posterior has no calibration of; returns label -> calibration.
+    """Calibrate predictives without a saved calibration; return label -> calibration.
 
-    On the validation set. The saved posterior is not changed.
+    It uses the validation set. The saved posterior is not changed.
     """
     remembered = laplace.calibrations
     unknown = [c for c in configs if c.is_calibrated and c.label not in remembered]
@@ -157,9 +157,10 @@ def _calibrate(
 
 
 def saved_object(path: str, passed: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
-    """The network or data: as passed, or as the folder's record says how to build it.
+    """Return the network or data, as passed or as specified in the folder's record.
 
-    A class that is passed by its name alone gets the arguments of the record, if that names it.
+    If only a class name is passed, and the record names the same class, it gets the record's
+    arguments.
     """
     if isinstance(passed, kind):
         return passed
@@ -174,7 +175,7 @@ def saved_object(path: str, passed: Any, record: dict[str, Any], key: str, kind:
 
 
 def _classes_in(spec: Any) -> Iterator[str | None]:
-    """The class of a specification, and that of the network inside it, as of `Standardised`."""
+    """Return the class of a specification, and of the network inside it, as in `Standardised`."""
     while isinstance(spec, dict):
         yield str(spec.get("class_path"))
         spec = (spec.get("init_args") or {}).get("model")

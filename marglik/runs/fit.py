@@ -74,7 +74,7 @@ def fit(
         FileExistsError: the output folder contains a run or other files.
         OSError: the output folder cannot be written to.
     """
-    # Step 1: all that can be wrong with options, data and network is found before the pass.
+    # Step 1: find all errors in options, data and network before the pass.
     check_seed(seed)
     folder = Path(output or f"runs/{Path(checkpoint).stem}")
     check_free(folder, overwrite)
@@ -92,10 +92,10 @@ def fit(
             p.requires_grad_(p in last)
     calibrates = predictive.is_calibrated and splits.validation is not None
     check_model(model, splits, curvature, likelihood, predictive if calibrates else None)
-    PriorGroups.from_model(model, structure)  # raises on rules that match nothing
+    PriorGroups.from_model(model, structure)  # raises for rules that match nothing
     begin_run(folder, None, overwrite=overwrite)
 
-    # Step 2: the curvature, the prior, which needs the eigenvalues alone, and s and τ.
+    # Step 2: the curvature, the prior, which needs only the eigenvalues, and s and τ.
     torch.manual_seed(seed)
     _logger.info("curvature pass over %d examples of %s", len(batches.dataset), splits.name)
     posterior = Posterior(model, likelihood, curvature.options(splits.targets))
@@ -105,10 +105,10 @@ def fit(
         held_out = split_batches(splits, "validation", predictive.batch_size, device=device)
         calibrations_of(posterior, held_out, predictive, progress=progress)
 
-    # Step 3: the files, with what they need to be evaluated again; and the metrics.
+    # Step 3: the files, including those for a later evaluation, and the metrics.
     record = data_record(splits, provenance.data)
     save_posterior(posterior, folder, model=provenance.model, data=record, frozen=True)
-    remove_states(folder)  # there are none, but their folder has marked this one as a run's
+    remove_states(folder)  # remove the empty folder that marked this one as a run's
     return evaluate_run(
         str(folder), model, data, predictive=predictive, accelerator=accelerator, seed=seed,
         progress=progress,

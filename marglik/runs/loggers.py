@@ -1,4 +1,4 @@
-"""Send the records of a run to TensorBoard or to Weights & Biases, by Lightning's loggers."""
+"""Send the records of a run to TensorBoard or to Weights & Biases, with Lightning's loggers."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -20,7 +20,7 @@ def check_logger(name: LoggerName) -> None:
 
 
 class MetricsLogger:
-    """Logs numbers as curves over the epochs, and the options as hyperparameters.
+    """Log numbers as curves over the epochs, and the options as hyperparameters.
 
     Args:
         name: "tensorboard" writes to a folder of the run's folder; "wandb" starts a run of the
@@ -54,12 +54,12 @@ class MetricsLogger:
             metrics = dict(scores.metrics.items())
             self._logger.log_metrics(_flat(metrics, f"test/{name}"), step=self._epoch)
         self._logger.finalize("success")
-        if hasattr(self._logger.experiment, "finish"):  # of wandb, where a process has one run
+        if hasattr(self._logger.experiment, "finish"):  # for wandb, which has one run per process
             self._logger.experiment.finish()
 
 
 def _flat(numbers: dict[str, Any], prefix: str) -> dict[str, float]:
-    """The numbers in nested dicts by their paths; other values are left out."""
+    """Return the numbers in nested dicts by their paths, without other values."""
     flat: dict[str, float] = {}
     for name, value in numbers.items():
         if isinstance(value, dict):

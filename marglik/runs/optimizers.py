@@ -91,8 +91,8 @@ def build_optimizer(
     elif config.name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.0)
     else:
-        # On the product, to which the learned decays are added: a step is then a natural-gradient
-        # step on the posterior.
+        # Damping on the product, to which the learned decays are added: a step is then a
+        # natural-gradient step on the posterior.
         optimizer = KFAC(
             model,
             likelihood,

@@ -80,7 +80,7 @@ def predict_rows(
     batches = tqdm(x.split(predictive.batch_size), unit="batch", disable=None if progress else True)
     try:
         prediction = Prediction.cat([predict(part.to(device)).to("cpu") for part in batches])
-    except torch.linalg.LinAlgError:  # of a covariance that is not finite
+    except torch.linalg.LinAlgError:  # from a covariance that is not finite
         _refuse_largest(x, laplace.model, encoding, rows)
     if not all(bool(t.isfinite().all()) for t in (prediction.mean, prediction.total_uncertainty)):
         _refuse_largest(x, laplace.model, encoding, rows)
@@ -117,10 +117,10 @@ def check_output(rows: str, output: str, overwrite: bool) -> None:
 
 
 def rows_of_table(path: str, rows: str) -> tuple[dict[str, Any], TableEncoding, Any, Tensor]:
-    """A run's record and encoding, and the rows of a new table as read and as encoded.
+    """Return a run's record and encoding, and the rows of a new table, both raw and encoded.
 
     Raises:
-        ValueError: a run that is not of a table; rows that cannot be encoded.
+        ValueError: the run was not trained on a table, or rows cannot be encoded.
     """
     record = read_posterior(path)
     data = record["data"] or {}
@@ -162,7 +162,7 @@ def _columns(
     encoding: TableEncoding,
     scale: list[float] | None,
 ) -> dict[str, Any]:
-    """The columns of the output."""
+    """Return the columns of the output."""
     if encoding.classes is not None and likelihood.kind == "classes":
         most = prediction.mean.argmax(1).tolist()
         probabilities = zip(encoding.classes, prediction.mean.T.tolist(), strict=True)
@@ -175,7 +175,7 @@ def _columns(
     mean = prediction.mean[:, 0].double() * unit + shift
     std = prediction.total_uncertainty[:, 0].double().sqrt() * unit
     columns = {"mean": mean.tolist(), "std": std.tolist()}
-    if type(likelihood).cdf is Likelihood.cdf:  # the Gaussian's, which others replace
+    if type(likelihood).cdf is Likelihood.cdf:  # the Gaussian's, which other likelihoods replace
         half = torch.special.ndtri(torch.tensor((1 + LEVEL) / 2, dtype=torch.float64)) * std
         columns |= {"low": (mean - half).tolist(), "high": (mean + half).tolist()}
     return columns

@@ -27,7 +27,7 @@ LONGEST_NAME = 36
 def printable(text: str) -> str:
     """Return a text with control characters and unprintable characters escaped.
 
-    Names of data, classes and tensors come from files, which may be someone else's.
+    Names of data, classes and tensors come from files, which others may have written.
     """
     characters = (
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
@@ -52,7 +52,7 @@ def print_results(results: Results, report: Path) -> None:
     held_out = f", {results.held_out} held out" if results.held_out else ""
     say(f"\n{results.data}: {num_data} training examples{held_out}, {results.seconds:.0f} s")
     final = f"{evidence.final / num_data:.4f}"
-    if evidence.first != evidence.final:  # otherwise nothing was updated
+    if evidence.first != evidence.final:  # otherwise there was no update
         first = f"{evidence.first / num_data:.4f} at the first update"
         final = f"{first}, {final} at the final one (epoch {evidence.epoch})"
     _print_paragraph(
@@ -81,7 +81,7 @@ def print_evaluation(evaluation: Evaluation, report: Path) -> None:
 
 
 def _significant(value: float) -> str:
-    """A number in the unit of the target, which may be large or small."""
+    """Return a number in the unit of the target, which may be large or small, as text."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
@@ -102,7 +102,7 @@ def _print_weight_decays(tensors: Mapping[str, TensorDecay]) -> None:
 
 
 def _print_metrics(scores: Mapping[str, Scores], record: Results | Evaluation) -> None:
-    """Print a row per predictive; ± half of the 95 % interval where one is known."""
+    """Print a row per predictive; ± half of the 95 % interval if it is known."""
     names = {name for one in scores.values() for name, _ in one.metrics.items()}
     columns = {name: metric for name, metric in METRICS.items() if metric.short and name in names}
 
@@ -126,7 +126,7 @@ def _print_metrics(scores: Mapping[str, Scores], record: Results | Evaluation) -
 
 
 def _print_calibration(fit: CalibrationRecord | None) -> None:
-    """Print what calibration found, or that there was none."""
+    """Print the calibration, or that there was none."""
     say()
     if fit is None:
         _print_paragraph(
@@ -146,7 +146,7 @@ def _print_calibration(fit: CalibrationRecord | None) -> None:
 
 
 def _print_ranges(augmentation: Augmentation | None) -> None:
-    """Print the ranges of a learned augmentation that are not at their smallest."""
+    """Print the ranges of a learned augmentation that are not at their minimum."""
     if augmentation is None:
         return
     wide = [
@@ -162,7 +162,7 @@ def _print_ranges(augmentation: Augmentation | None) -> None:
 
 
 def _print_suspicious(labels: SuspiciousLabels) -> None:
-    """Print the first of the labels that may be wrong; nothing if there are none."""
+    """Print the first possibly wrong labels; nothing if there are none."""
     if not labels.number:
         return
     say()

@@ -37,8 +37,8 @@ LARGEST_PICTURE = 48
 """Maximum height and width (pixels) of pictures, which then have a few kilobytes each."""
 
 
-# A table's targets are standardised for training. What people read is in the target's own unit:
-# y = mean + std·t, so that p(y) = p(t)/std.
+# A table's targets are standardised for training. Results are in the target's own unit: y = mean +
+# std·t, so p(y) = p(t)/std.
 
 
 def evaluation_in_units(evaluation: Evaluation, splits: Splits) -> Evaluation:
@@ -57,7 +57,7 @@ def evaluation_in_units(evaluation: Evaluation, splits: Splits) -> Evaluation:
 
 
 def scores_in_units(scores: Any, splits: Splits) -> Any:
-    """The same for `Scores`."""
+    """Return `Scores` in units of the targets."""
     if splits.target_scale is None:
         return scores
     std, log_std = splits.target_scale[1], _log_std(splits)
@@ -71,7 +71,7 @@ def scores_in_units(scores: Any, splits: Splits) -> Any:
 
 
 def calibration_in_units(name: str, fit: dict[str, Any], splits: Splits) -> CalibrationRecord:
-    """The same for what the calibration of a predictive found."""
+    """Return the calibration of a predictive in units of the targets."""
     if splits.target_scale is None:
         return CalibrationRecord(name, **fit)
     nll = {key: fit[key] + _log_std(splits) for key in fit if key.startswith("nll")}
@@ -83,7 +83,7 @@ def calibration_in_units(name: str, fit: dict[str, Any], splits: Splits) -> Cali
 
 
 def _log_std(splits: Splits) -> float:
-    """What the NLL of an example gains: log std for each output."""
+    """Return the difference of an example's NLL between units: log std for each output."""
     assert splits.target_scale is not None
     return splits.test[1].shape[-1] * math.log(splits.target_scale[1])
 
@@ -94,7 +94,7 @@ def _in_units(calibration: dict[str, Any], std: float) -> dict[str, Any]:
 
 
 def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:
-    """The noise and each tensor's weight decay in `Results`, with the factor of held-out labels."""
+    """Return the noise and each tensor's weight decay, with the factor from held-out labels."""
     splits, laplace, learner = setup.splits, outcome.laplace, outcome.learner
     gamma = laplace.effective_parameters()
     delta = laplace.prior_precision.expand(laplace.n_layers)
@@ -111,7 +111,7 @@ def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:
         "sigma_noise": sigma if laplace.likelihood.has_sigma else None,
         "weight_decay": {
             name: TensorDecay(
-                initial=setup.prior.weight_decay,  # of all groups
+                initial=setup.prior.weight_decay,  # the same for all groups
                 learned=learned[i].item(),
                 effective_parameters=gamma[i].item(),
                 parameters=block.num_parameters,
@@ -145,9 +145,9 @@ def learned_results(setup: Setup, outcome: OnlineResult, evaluation: Evaluation)
 def _suspicious(
     outcome: OnlineResult, splits: Splits, calibration: Calibration
 ) -> SuspiciousLabels:
-    """The training labels that look most wrong; where none can be judged, why.
+    """Return the training labels with the highest scores, or why none can be judged.
 
-    Where the calibration has label noise, each has the probability that its label is wrong.
+    If the calibration has label noise, each label has a probability of being wrong.
     """
     y = tensors_in(splits.train)[-1].cpu()
     try:
@@ -155,7 +155,7 @@ def _suspicious(
         p = outcome.training_probabilities.mean().cpu()
     except ValueError as error:
         return SuspiciousLabels(unknown=str(error))
-    # Ignored labels have no prediction to compare with; of sequences, each position is judged.
+    # Ignored labels have no prediction for a comparison. For sequences each position is judged.
     ignored = splits.targets.ignore_index
     counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
     labels = suspicious_labels(
@@ -163,7 +163,8 @@ def _suspicious(
     )
     examples = []
     for i in range(min(labels.number, MOST_SUSPICIOUS)):
-        # From a place among the judged, to one among the trained on, to one in the source.
+        # Convert positions among judged labels to positions in the training part, then in the
+        # source.
         position = int(counts[labels.index[i]])
         label, predicted = (
             str(int(k)) if splits.classes is None else splits.classes[int(k)]
@@ -180,7 +181,7 @@ def _suspicious(
 
 @torch.no_grad()
 def _augmentation(model: nn.Module, splits: Splits) -> Augmentation | None:
-    """The learned ranges, and some training images as the network sees them; None without any."""
+    """Return the learned ranges, and some training images after augmentation; None without any."""
     if not isinstance(model, LearnedAugmentation):
         return None
     ranges = {
@@ -191,7 +192,7 @@ def _augmentation(model: nn.Module, splits: Splits) -> Augmentation | None:
     }
     images = tensors_in(splits.train)[0][:IMAGES_SHOWN].cpu()
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (splits.mean, splits.std))
-    # What the network sees is normalised; what people see is not.
+    # The network's inputs are normalised, but the pictures are not.
     copies = model.transformed(((images - mean) / std).to(model.ranges.device)).cpu()
     copies = (copies * std + mean).round().clamp(0, 255).to(torch.uint8)
     rows = [

@@ -104,7 +104,7 @@ def checked_setup(
     ood_images = None if ood is None else out_of_distribution_images(ood, splits)
     model = model.to(fabric.device)
     check_model(model, splits, curvature, likelihood, predictive)
-    PriorGroups.from_model(model, prior.structure)  # raises on rules that match nothing
+    PriorGroups.from_model(model, prior.structure)  # raises for rules that match nothing
     number = len(tensors_in(splits.train)[-1])
     if run.held_out and predictive.is_calibrated and splits.validation is None:
         splits = hold_out(splits, run.held_out, run.seed)
@@ -130,9 +130,9 @@ def checked_setup(
 
 
 def check_test_labels(splits: Splits, likelihood: Likelihood) -> None:
-    """Warn of labels that only the test part has; raise a ValueError if it has no other labels.
+    """Warn of labels that only the test part has; raise a ValueError if it has no others.
 
-    This applies only if each example has one label. A rare token of a text may well be in one part
+    This applies only if each example has one label. In texts a rare token may occur in one part
     only.
     """
     parts = [part for part in (splits.train, splits.validation, splits.test) if part is not None]

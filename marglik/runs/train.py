@@ -103,7 +103,7 @@ def train(
     setup = checked_setup(
         model, data, optimizer, prior, curvature, predictive, ood, likelihood, run, provenance
     )
-    ranks, leads = setup.ranks, setup.ranks.rank == 0  # the first rank alone writes files
+    ranks, leads = setup.ranks, setup.ranks.rank == 0  # only the first rank writes files
     identity = identity_of(setup, type(model).__name__)
     ranks.agree(leaves(identity))
     folder = Path(run.output or f"runs/{re.sub('[^a-z0-9]+', '_', setup.splits.name.lower())}")
@@ -112,7 +112,8 @@ def train(
     results, scores, baseline = ranks.gather(finished)[0], None, run.baseline
     is_table = setup.splits.table is not None
 
-    # What was trained before comes from its checkpoint; all else is done again, to the same end.
+    # Earlier trainings come from their checkpoints. Everything else is computed again, with the
+    # same result.
     if results is None:
         log = _open_folder(folder, learned, setup)
         logger = MetricsLogger(run.logger, folder, identity) if leads and run.logger else None
@@ -124,8 +125,8 @@ def train(
                     writer.write(record)
 
         _, outcome = trainings.train_network(setup, learned, on_record)
-        start += time.perf_counter() - ready - outcome.seconds  # in full, though it was resumed
-        of_posterior = posterior_results(setup, outcome)  # before it sees what is held out
+        start += time.perf_counter() - ready - outcome.seconds  # with resumed parts
+        of_posterior = posterior_results(setup, outcome)  # before the posterior uses held-out data
         trainings.calibrate(setup, outcome.laplace)
         ensemble = trainings.train_ensemble(setup, outcome, members) if members else None
         _save(setup, folder, outcome, ensemble)
@@ -139,13 +140,13 @@ def train(
             write_evaluation(folder, evaluation, folder)
             if logger is not None:
                 logger.close(evaluation.predictives)
-            write_results(folder, results)  # now, since the plain network may fail
+            write_results(folder, results)  # write now, because the plain network may fail
         is_cheap, no_verdict = _cost_of_plain(setup, outcome, seconds)
         baseline = is_cheap if baseline is None else baseline
         if gains and not baseline:
             results = replace(results, verdict=no_verdict)
 
-    # What was gained. A finished run may be asked for what it was trained without.
+    # Write the verdict. A finished run may be resumed with another baseline option.
     lacks_simple = is_table and run.baseline and results.simple_models is None
     lacks_plain = gains and baseline and plain.name not in results.networks
     if lacks_simple or lacks_plain:
@@ -206,7 +207,7 @@ def _save(setup: Setup, folder: Path, outcome: OnlineResult, ensemble: Ensemble 
 
 
 def _cost_of_plain(setup: Setup, outcome: OnlineResult, so_far: float) -> tuple[bool, str]:
-    """Return whether a plain network costs little beside the run, and the text to print without it.
+    """Return whether a plain network costs little compared with the run, and a text without it.
 
     It takes as long as the steps of the learned network, which may process several copies of each
     image.

@@ -64,7 +64,7 @@ def named_trainings(setup: Setup, folder: Path, identity: dict[str, Any]) -> lis
     ``identity`` is the run's; checkpoints of another run in its folder raise an error.
     """
     model: Any = setup.model
-    # At the initial parameters, and without learned ranges.
+    # At the initial parameters, and before ranges are learned.
     plain_model = deepcopy(model.model if setup.run.augmentation == "learned" else model)
     member = partial(build_from_spec, nn.Module, setup.provenance.model, named=None)
 
@@ -140,12 +140,12 @@ def calibrate(setup: Setup, laplace: Posterior) -> None:
     calibrations_of(laplace, batches, setup.predictive, progress=progress, ranks=setup.ranks)
     if setup.held_out:
         calibrations = laplace.calibrations
-        # One pass over all data, and not `override=False`: the factors of tensors that are used in
-        # two ways do not add up.
+        # One pass over all data, not `override=False`: factors of tensors with two kinds of use
+        # cannot be added.
         size, seed = setup.run.batch_size, setup.run.seed
         parts = _batches(setup, "train", size, seed), _batches(setup, "validation", size)
         laplace.fit(chain(*parts), progress_bar=progress)
-        laplace.calibrations = calibrations  # as a little more data changes the posterior little
+        laplace.calibrations = calibrations  # a little more data changes the posterior little
 
 
 def train_ensemble(setup: Setup, first: OnlineResult, members: Sequence[Training]) -> Ensemble:
@@ -163,7 +163,7 @@ def train_ensemble(setup: Setup, first: OnlineResult, members: Sequence[Training
 def _calibrated(
     setup: Setup, models: list[nn.Module], likelihood: Likelihood, sigma: float, seconds: float
 ) -> Ensemble:
-    """Networks that predict together, temperature-scaled if the run calibrates."""
+    """Return networks that predict together, with fitted temperatures if the run calibrates."""
     labels, targets = setup.predictive.labels, setup.splits.targets
     ensemble = Ensemble(models, likelihood, sigma, seconds=seconds, labels=labels)
     batches, progress = _validation_batches(setup), setup.run.progress
@@ -184,7 +184,7 @@ def evaluate_learned(
 def _evaluated(
     setup: Setup, predictives: dict[str, Predictive], likelihood: Likelihood
 ) -> tuple[Evaluation, ExampleScores]:
-    """The evaluation in units of the targets, and the scores of each test example."""
+    """Return the evaluation in units of the targets, and the scores of each test example."""
     predictive = setup.predictive
     evaluation, scores = evaluate(
         predictives, setup.splits, likelihood, labels=predictive.labels, ood=setup.ood_images,
@@ -211,10 +211,10 @@ def compare_with_plain(
     learner: Any = outcome.learner
     likelihood, sigma = learner.options.likelihood, 1.0
     losses = [record["loss"] for record in outcome.records if record["kind"] == "epoch"]
-    if likelihood.has_sigma:  # of the residuals; the loss is half of σ²
+    if likelihood.has_sigma:  # from the residuals; the loss is half of σ²
         y = tensors_in(setup.splits.train)[-1]
         sigma = (2 * losses[-1] / y[0].numel()) ** 0.5
-    if likelihood.to_learn() and not likelihood.has_label_noise:  # as the learned network's were
+    if likelihood.to_learn() and not likelihood.has_label_noise:  # as for the learned network
         size, device = setup.predictive.batch_size, setup.fabric.device
         train = split_batches(setup.splits, "train", size, device=device)
         likelihood, sigma = fitted_to_residuals(likelihood, model, train)
@@ -224,7 +224,7 @@ def compare_with_plain(
         predictives["MAP, temperature-scaled"] = scaled
     evaluation, others = _evaluated(setup, predictives, likelihood)
     changes = {n: differences(scores[n], other) for n, other in others.items() if n in scores}
-    # Both calibrated, where there is something to calibrate with.
+    # Both are calibrated if there is data for a calibration.
     first, name = next(iter(results.networks.values())), [*predictives][-1]
     metrics = first.predictives[name].metrics, evaluation.predictives[name].metrics
     num_test = len(tensors_in(setup.splits.test)[-1])
@@ -262,7 +262,7 @@ def fitted_to_residuals(
     def loss() -> Tensor:
         optimizer.zero_grad()
         at = likelihood.with_parameters(dict(zip(names, moved(), strict=True)))
-        # Per term; a noise beside σ is a part of σ, whose normaliser the loss leaves out.
+        # Per term. A noise in addition to σ is a part of σ, whose normaliser the loss omits.
         losses = torch.cat([at.losses(f, y).flatten(0, -2) for f, y in outputs]).sum(-1).mean()
         value = losses + (at.parameters["noise"].log().sum() if at.has_sigma else 0.0)
         value.backward()
@@ -275,9 +275,9 @@ def fitted_to_residuals(
 
 
 def compare_with_simple_models(setup: Setup, results: Results, scores: ExampleScores) -> Results:
-    """Return the results with those of scikit-learn's models on the same rows of a table."""
+    """Return the results with scikit-learn's models on the same rows of a table."""
     train, validation = setup.splits.train, setup.splits.validation
-    if setup.held_out and validation is not None:  # the posterior has seen them, too
+    if setup.held_out and validation is not None:  # the posterior was fitted to these rows, too
         train = torch.cat([train[0], validation[0]]), torch.cat([train[1], validation[1]])
     network = [*scores.values()][-1]
     models, changes = evaluate_simple_models(train, setup.splits.test, setup.likelihood, network)
@@ -292,13 +292,13 @@ def compare_with_simple_models(setup: Setup, results: Results, scores: ExampleSc
 
 
 def _validation_batches(setup: Setup) -> Batches | None:
-    """What the networks are not trained on; None if all is."""
+    """Return batches of the data on which no network is trained; None if there are none."""
     has_some = setup.splits.validation is not None
     return _batches(setup, "validation", setup.predictive.batch_size) if has_some else None
 
 
 def _batches(setup: Setup, split: SplitName, batch_size: int, seed: int = 0) -> Batches:
-    """A part of the data; the training part is shuffled, and augmented as the run says."""
+    """Return batches of a part of the data; the training part is shuffled and augmented."""
     trains, device, are_images = split == "train", setup.fabric.device, setup.splits.are_images
     return split_batches(
         setup.splits, split, batch_size, shuffle=trains, seed=seed, device=device,

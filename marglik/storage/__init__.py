@@ -1,1 +1,1 @@
-"""Files in the folder of a run, and their integrity."""
+"""Read and write the files in the folder of a run, and verify them."""

@@ -54,12 +54,12 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """Whether the minimum time has passed since the last state."""
+        """Return whether the minimum time has passed since the last state."""
         due = time.monotonic() - self._last >= self._seconds
         return self.ranks.gather(due)[0]
 
     def exists(self) -> bool:
-        """Whether there is a state."""
+        """Return whether there is a state."""
         exists = (self.folder / STATE).is_file()
         return self.ranks.gather(exists)[0]
 
@@ -69,7 +69,8 @@ class Checkpoints:
             return
         stream = io.BytesIO()
         torch.save({"run": json.dumps(self.run), "state": state}, stream)
-        # torch writes any object, but reads only plain ones back. Better now than after a kill.
+        # torch writes any object, but reads only plain ones back. An error now is better than after
+        # a kill.
         stream.seek(0)
         torch.load(stream, map_location="meta", weights_only=True)
         content = stream.getvalue()
@@ -108,7 +109,7 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
         there: identity of the run in the folder.
         folder: for the error.
     """
-    # Both as they come from a file, where tuples are lists.
+    # Compare both as read from a file, where tuples are lists.
     ours, theirs = (leaves(json.loads(json.dumps(one))) for one in (here, there))
     for name in ours | theirs:
         our_value, their_value = (run.get(name, "nothing") for run in (ours, theirs))

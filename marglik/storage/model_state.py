@@ -149,7 +149,7 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
         return read_tensors(path, kind="weights", of_others=True)[0]
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever the broken file leads to
+    except Exception as error:  # torch.load may raise any error for a broken file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"{path} cannot be read as a file of tensors: {reason} Save the network's "

@@ -1,4 +1,4 @@
-"""Options, classes, versions and device, which make a run repeatable and its posterior loadable."""
+"""Record options, classes, versions and device, to repeat a run and to load its posterior."""
 
 import platform
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The options of a run, and the specifications of its network and data."""
+    """Options of a run, and the specifications of its network and data."""
 
     options: str | None = None
     """All options as YAML."""
     model: dict[str, Any] | None = None
     """``{"class_path": ..., "init_args": {...}}``."""
     data: dict[str, Any] | None = None
-    """The same for the data."""
+    """``{"class_path": ..., "init_args": {...}}`` of the data."""
 
 
 def check_yaml(text: str) -> None:
@@ -35,8 +35,8 @@ def check_yaml(text: str) -> None:
 
 
 def environment(device: "torch.device") -> dict[str, Any]:
-    """Return device, number of threads and versions, on which numbers depend."""
-    import torch  # which marglik --help is spared
+    """Return device, number of threads and versions, which affect the numbers."""
+    import torch  # imported here, because marglik --help does not need it
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
@@ -48,6 +48,6 @@ def environment(device: "torch.device") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return package -> version, for the installed packages that results depend on."""
+    """Return the versions of installed packages that affect results, by package."""
     packages = ("marglik", "torch", "torchvision", "laplace-torch", "lightning")
     return {package: version(package) for package in packages if any(distributions(name=package))}

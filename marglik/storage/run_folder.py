@@ -30,17 +30,17 @@ RESULTS = "results.json"
 EVALUATION = "evaluation.json"
 """The metrics of the predictives."""
 POSTERIOR, FACTORS = "posterior.json", "posterior.safetensors"
-"""Hyperparameters and how the network is built; the curvature's Kronecker factors."""
+"""Hyperparameters and the specification of the network; the curvature's Kronecker factors."""
 FINGERPRINTS = "fingerprints.safetensors"
 """A number of 64 bits for each example of the fit, see `marglik.posterior.fingerprints`."""
 MODEL = "model.safetensors"
 """The network's parameters and buffers."""
 ENSEMBLE, MEMBERS = "ensemble.json", "ensemble.safetensors"
-"""What all members of an ensemble share, and their parameters and buffers."""
+"""Common data of an ensemble's members, and their parameters and buffers."""
 REPORT = "report.html"
-"""The report about the run."""
+"""Report about the run."""
 CHECKPOINT = "checkpoint"
-"""A folder that exists during the training: the states from which --resume continues."""
+"""Folder that exists during the training. It contains the states from which --resume continues."""
 ALL = (
     RESULTS, POSTERIOR, EVALUATION, CONFIG, LOG, MODEL, FACTORS, FINGERPRINTS, ENSEMBLE,
     MEMBERS, REPORT, CHECKPOINT,
@@ -48,9 +48,9 @@ ALL = (
 RECORDS = (RESULTS, POSTERIOR, EVALUATION, ENSEMBLE)
 """Files that contain a mark of marglik."""
 TENSORBOARD, EVENTS = "tensorboard", "events.out.tfevents.*"
-"""The folder with the curves that TensorBoard shows, and its files."""
+"""Folder with the curves for TensorBoard, and its files."""
 STATES = re.compile(r"learned|plain|member_[0-9]+")
-"""The names of the folders in `CHECKPOINT`: one for each network that a run trains."""
+"""Names of the folders in `CHECKPOINT`: one for each network that a run trains."""
 
 
 def begin_run(
@@ -77,7 +77,8 @@ def begin_run(
     checkpoint = folder / CHECKPOINT
     if checkpoint.is_symlink() and not resume:
         checkpoint.unlink()
-    # First: a process that is killed during the removal leaves what is known to be a run's folder.
+    # First, so that a process that is killed during the removal leaves a folder that is known to be
+    # a run's.
     checkpoint.mkdir(parents=True, exist_ok=True)
     for name in ALL:
         if name != CHECKPOINT:
@@ -141,13 +142,13 @@ def run_folder_of(path: Path) -> Path | None:
 
 
 def _is_of_run(folder: Path) -> bool:
-    """Whether a folder has a record of ours, or the checkpoints of a run that has not ended."""
+    """Return whether a folder has a record of marglik, or checkpoints of an unfinished run."""
     names = _names_of_states(folder)
     return _has_record(folder) or (names is not None and all(map(STATES.fullmatch, names)))
 
 
 def _has_record(folder: Path) -> bool:
-    """Whether a folder has a record of ours."""
+    """Return whether a folder has a record of marglik."""
     for name in RECORDS:
         with suppress(OSError, ValueError, TypeError, KeyError):
             record = parse_json((folder / name).read_bytes()) if (folder / name).is_file() else {}
@@ -157,7 +158,7 @@ def _has_record(folder: Path) -> bool:
 
 
 def _names_of_states(folder: Path) -> list[str] | None:
-    """What is in the folder of checkpoints; None if there is no such folder of its own."""
+    """Return the names in the folder of checkpoints; None if there is no such folder."""
     path = folder / CHECKPOINT
     return [p.name for p in path.iterdir()] if path.is_dir() and not path.is_symlink() else None
 
@@ -177,7 +178,7 @@ def remove_states(folder: Path) -> None:
             continue
         (states / STATE).unlink(missing_ok=True)
         remove_leftovers(states)
-        with suppress(OSError):  # it holds what is someone else's
+        with suppress(OSError):  # it may contain someone else's files
             states.rmdir()
     with suppress(OSError):
         path.rmdir()
@@ -191,7 +192,7 @@ def write_json(path: Path, content: Any) -> str:
 
 def write_record(path: Path, record: dict[str, Any], sums: Mapping[str, str] | None = None) -> str:
     """Write a record with its own sum and the sums of its files, by name; return the file's sum."""
-    # As it will be read back: tuples become lists.
+    # Write the data as it is read back: tuples become lists.
     record = json.loads(json.dumps({"format": _format(path)} | record))
     files = dict(sums or {})
     return write_json(path, record | {"sha256": files | {path.name: _sum_of(record, files)}})
@@ -269,7 +270,7 @@ def read_record(path: Path) -> dict[str, Any]:
         )
     for name, expected in sums.items():
         file = path.parent / name
-        # A record from elsewhere must not have any file read: only those beside it.
+        # Only files in the same folder may be read, because the record may come from elsewhere.
         if Path(name).name != name or not file.is_file() or file_sum(file) != expected:
             raise ValueError(
                 f"{file} is missing or does not belong to {path.name}: it was truncated or "
@@ -279,12 +280,12 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _format(path: Path) -> str:
-    """What a record says of itself."""
+    """Return the format field of a record."""
     return f"marglik.{path.stem}"
 
 
 def _sum_of(record: dict[str, Any], sums: dict[str, str]) -> str:
-    """The SHA-256 sum of a record with its files' sums, but without its own."""
+    """Return the SHA-256 sum of a record with its files' sums, but without its own."""
     return sha256(json.dumps([record, sums]).encode())
 
 
@@ -305,7 +306,7 @@ def read_posterior(folder: str | Path) -> dict[str, Any]:
 
 
 class RunLog:
-    """Writes each record at once, so that its line is on disk before the next epoch starts.
+    """Write each record at once, so that its line is on disk before the next epoch starts.
 
     The log starts empty, and a resumed run writes its earlier records again. Each record rewrites
     the whole file in one step.
