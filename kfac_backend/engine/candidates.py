@@ -187,8 +187,7 @@ class Search:
 
         def trial() -> tuple[dict[TrackedLayer, list[Run]], list[dict[TrackedLayer, list[Any]]]]:
             shapes = []
-            # Repeat one example instead of taking two: sizes that depend on values (routing) then
-            # agree.
+            # The same example twice, because sizes that depend on values (routing) then agree.
             for index in ([0, 0], [0]):
                 some, inputs = examples(self.few, torch.tensor(index)), _InputShapes()
                 with Capture(self.model, assignment, inputs) as capture:

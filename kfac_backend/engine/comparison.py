@@ -152,8 +152,7 @@ def compare(
         is_itself, used = expected is None, DtypesInUse()
         sink = _Gradients(keeps_graph=is_itself)
         capture = Capture(model, assignment, sink, constants=leaves if is_itself else None)
-        # Check before a layer runs, because its own error would not name it. There is no output
-        # yet.
+        # Check before a layer runs (without output), because its own error would not name it.
         checked = layer_hooks(
             assignment,
             lambda t, _, args, kw: check_run(model, t, a := t.rule.input_of(args, kw), output=a),

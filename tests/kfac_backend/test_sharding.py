@@ -211,7 +211,7 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "one rank saves": "RuntimeError: The values of",
         "another's block": "RuntimeError: The values of",
         "one rank alone": "are kept by another rank. Bring all blocks to this one first",
-        "no process group": "ValueError: The model is sharded over 2 ranks, and 1",
+        "no process group": "ValueError: The model is sharded over 2 ranks, but 1",
         **dict.fromkeys(
             ["classes second", "in training", "in predictions"],
             "ValueError: An example has outputs (8, 8, 8), whose classes may be second or last",

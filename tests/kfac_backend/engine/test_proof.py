@@ -562,7 +562,7 @@ def test_a_tensor_that_a_layer_without_a_rule_shares(monkeypatch):
     for name in ("fc.bias", "b.weight"):
         assert_close(found.to_dense(name), exact[name].diagonal().diag())
     with (
-        pytest.warns(UserWarning, match="having no K-FAC rule: b.weight, b.bias"),
+        pytest.warns(UserWarning, match="as constants: b.weight, b.bias"),
         pytest.raises(ValueError, match="No trainable parameter of the"),
     ):
         factors(

@@ -362,7 +362,7 @@ def test_refusals():
             influence(posterior, data, data, **option)
     with pytest.raises(ValueError, match="damping must be positive"):
         influence(posterior, data, data, damping=0.0)
-    with pytest.raises(ValueError, match="no query"):
+    with pytest.raises(ValueError, match="yields no batch"):
         influence(posterior, [], data)
     model, inputs = case("no rule")
     batch = batch_of(inputs, targets_of(model(inputs).detach()))

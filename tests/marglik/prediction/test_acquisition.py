@@ -203,7 +203,7 @@ def test_labelled_inputs_are_not_chosen(joint):
     with pytest.raises(ValueError, match=f"number={M - 4} is too .* {M - 5} unlabelled"):
         acquire(fitted, x, M - 4, labelled=mask, joint=joint)
     for wrong in ([M], [-1], mask[1:]):
-        with pytest.raises(ValueError, match="must be a mask"):
+        with pytest.raises(ValueError, match="Pass a mask"):
             acquire(fitted, x, 1, labelled=wrong)
 
 
@@ -228,7 +228,7 @@ def test_pools_and_sources():
         acquire(ensemble, x, 2, joint=True)
     with pytest.raises(ValueError, match="'margin' is for classes"):
         acquire(posterior("bernoulli", 1)[0], x, 1, "margin")
-    with pytest.raises(NotImplementedError, match="supported are the likelihoods of classes"):
+    with pytest.raises(NotImplementedError, match="supports likelihoods of classes"):
         acquire(posterior("bernoulli", 1)[0], x, 1, joint=True)
     with pytest.raises(ValueError, match="tensor or a mapping"):
         acquire(fitted, x.split(7), 2, joint=True)
