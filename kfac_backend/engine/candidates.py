@@ -111,7 +111,7 @@ class Search:
         ran = {name for t in assignment.layers if runs[t] for name in t.parameters.values()}
         if idle := [t for t in assignment.layers if not ran.issuperset(t.parameters.values())]:
             warnings.warn(
-                "Layers that do not run in the forward pass have zero blocks: "
+                "These layers are no part of the forward pass, and their blocks are zero: "
                 f"{', '.join(map(str, idle))}. Freeze them if the model does not need them.",
                 stacklevel=2,
             )

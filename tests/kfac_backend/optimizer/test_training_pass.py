@@ -296,7 +296,7 @@ def test_backward_passes_of_two_losses_and_one_that_is_interrupted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"in_eval_mode": True}, "Layer 'block' .* in train mode alone"),
+        ({"in_eval_mode": True}, "Layer 'block' .* only in train mode"),
         ({"use_reentrant": True}, "Layer 'block' .* use_reentrant=False"),
     ],
 )
