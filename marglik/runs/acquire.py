@@ -12,7 +12,7 @@ from marglik.prediction.acquisition import AcquisitionMethod, acquire
 from marglik.runs.build import device_of
 from marglik.runs.config import Accelerator, check_seed
 from marglik.runs.evaluate import saved_object
-from marglik.runs.predict import check_output, rows_of_table
+from marglik.runs.predict import rows_of_table
 
 
 def acquire_rows(
@@ -58,8 +58,7 @@ def acquire_rows(
             data; the pool has fewer rows.
     """
     check_seed(seed)
-    check_output(pool, output, overwrite)
-    record, _, frame, x = rows_of_table(path, pool)
+    record, _, frame, x = rows_of_table(path, pool, output, overwrite)
     device = device_of(accelerator)
     laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)
     generator = torch.Generator(device).manual_seed(seed)

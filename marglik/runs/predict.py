@@ -70,8 +70,7 @@ def predict_rows(
             data, or is so large that the prediction is not finite.
     """
     check_seed(seed)
-    check_output(rows, output, overwrite)
-    record, encoding, _, x = rows_of_table(path, rows)
+    record, encoding, _, x = rows_of_table(path, rows, output, overwrite)
     device = device_of(accelerator)
     laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -98,7 +97,7 @@ def predict_rows(
     }
 
 
-def check_output(rows: str, output: str, overwrite: bool) -> None:
+def _check_output(rows: str, output: str, overwrite: bool) -> None:
     """Raise an error for a file that a command on the rows of a table may not write."""
     if Path(output).resolve() == Path(rows).resolve():
         raise ValueError(
@@ -116,12 +115,17 @@ def check_output(rows: str, output: str, overwrite: bool) -> None:
         raise FileExistsError(f"{output} exists. Pass --overwrite, or another --output.")
 
 
-def rows_of_table(path: str, rows: str) -> tuple[dict[str, Any], TableEncoding, Any, Tensor]:
+def rows_of_table(
+    path: str, rows: str, output: str, overwrite: bool
+) -> tuple[dict[str, Any], TableEncoding, Any, Tensor]:
     """Return a run's record and encoding, and the rows of a new table, both raw and encoded.
 
     Raises:
-        ValueError: the run was not trained on a table, or rows cannot be encoded.
+        FileExistsError: the output exists.
+        ValueError: the output may not be written, the run was not trained on a table, or rows
+            cannot be encoded.
     """
+    _check_output(rows, output, overwrite)
     record = read_posterior(path)
     data = record["data"] or {}
     if "table" not in data:
