@@ -109,7 +109,7 @@ class KroneckerBlock:
         B = self.B.reshape(-1, *self.B.shape[-2:])
         if self.A is None:
             return torch.block_diag(*B)
-        A = self.A.expand(len(B), *self.A.shape[-2:])  # groups may share one
+        A = self.A.expand(len(B), *self.A.shape[-2:])  # groups may share one A
         return torch.block_diag(*(torch.kron(b, a) for b, a in zip(B, A, strict=True)))
 
     def matvec(self, v: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class KroneckerBlock:
         self._check_is_here()
         columns = 1 if self.A is None else self.A.shape[-1]
         V = v.reshape(*v.shape[:-1], *self.B.shape[:-1], columns)  # (..., G, d_out, d_in)
-        # W ↦ B W A for the matrix W that v is, row by row. B V, since B is symmetric:
+        # W ↦ B W A for the matrix W of v, row by row. First B V, since B is symmetric:
         V = (V.mT @ self.B).mT
         if self.A is not None:
             V = V @ self.A
@@ -138,7 +138,7 @@ class KroneckerBlock:
     ) -> "KroneckerBlock":
         """Return the block of both data sets together: B is summed, A averaged over all terms."""
         self._check_same_kind(other)
-        if self.is_meta != other.is_meta:  # the sum is with the owner, who has both
+        if self.is_meta != other.is_meta:  # the owner has both and makes the sum
             return self._without_values().add(other._without_values())
         B = add(self.factors["B"], other.factors["B"])
         A, others = self.factors.get("A"), other.factors.get("A")
@@ -179,7 +179,7 @@ class KroneckerBlock:
             raise missing_values(self.name)
 
     def _without_values(self) -> "KroneckerBlock":
-        """The block as another rank has it."""
+        """Return the block as another rank has it."""
         return self.replace(**{name: F.to("meta", None) for name, F in self.factors.items()})
 
     def _check_same_kind(self, other: "KroneckerBlock") -> None:
@@ -198,7 +198,7 @@ class KroneckerBlock:
                 f"The blocks of '{self.name}' and '{other.name}' differ in shape or constants. Add "
                 "only factors of the same model."
             )
-        # Not by values, which only the owner of a block has: all ranks add, or none.
+        # Do not compare values, which only the owner of a block has: all ranks add, or none.
         if "A" in mine and None in (self.num_terms, other.num_terms):
             raise ValueError(
                 f"The block of '{self.name}' needs num_terms to add its mean A. A tensor that is "
@@ -226,12 +226,12 @@ class KroneckerBlock:
 
     @property
     def _terms(self) -> tuple[float, ...]:
-        """The numbers of terms as a tuple: one for all groups, or one for each."""
+        """Return the numbers of terms as a tuple: one for all groups, or one for each."""
         assert self.num_terms is not None
         return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
 
     def _solved(self) -> list[tuple[Tensor, Tensor]]:
-        """Each factor's eigenvalues and how many of them were clipped; computed once."""
+        """Return each factor's eigenvalues and number of clipped ones; computed once."""
         solved = [factor.eigenvalues for factor in self.factors.values()]
         if None in solved:
             compute_eigenvalues([self])
@@ -265,24 +265,24 @@ def compute_eigenvalues(
     ranks: Ranks | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Compute the eigenvalues of all blocks, which keep them.
+    """Compute and cache the eigenvalues of all blocks.
 
     Args:
-        blocks: the blocks; those that know their eigenvalues already, on all ranks, are left out.
+        blocks: the blocks. Those with known eigenvalues on all ranks are left out.
         ranks: the ranks that share the work, the largest factors first by d³. All must have the
-            same blocks and call this; all get the same numbers to the bit. None: this process does
-            all the work. A factor that not all have is solved by one that has it.
-        device: of the results that come from other ranks; None takes the factors'.
+            same blocks and call this; all get the same numbers to the bit. With None this process
+            does all the work. If only some ranks have a factor, one of these solves it.
+        device: device of results from other ranks; None uses the factors' device.
 
     Raises:
-        ValueError: a factor that is not finite.
-        RuntimeError: another rank is gone, or has such a factor.
+        ValueError: a factor is not finite.
+        RuntimeError: another rank has ended, or has such a factor.
     """
-    # A corrected block knows them: they are its own.
+    # A corrected block has its own eigenvalues.
     plain = [block for block in blocks if type(block) is KroneckerBlock]
     factors = [named for block in plain for named in block.named_factors()]
     is_missing = [factor.eigenvalues is None for factor, _ in factors]
-    if ranks is not None:  # all solve the same factors: those that any of them has not
+    if ranks is not None:  # all solve the factors that any rank still has to solve
         is_missing = [any(of_ranks) for of_ranks in zip(*ranks.gather(is_missing), strict=True)]
     factors = [named for named, missing in zip(factors, is_missing, strict=True) if missing]
     solved = _solved(factors, ranks, device, vectors=False)
@@ -295,7 +295,7 @@ def decompose(
     ranks: Ranks | None = None,
     device: torch.device | None = None,
 ) -> list["EigenBlock"]:
-    """Eigenvalues and eigenvectors of each block; as `compute_eigenvalues` otherwise."""
+    """Return eigenvalues and eigenvectors of each block; otherwise like `compute_eigenvalues`."""
     blocks = list(blocks)
     plain = [block for block in blocks if type(block) is KroneckerBlock]
     factors = [named for block in plain for named in block.named_factors()]
@@ -311,20 +311,23 @@ def decompose(
 def gathered_blocks(
     blocks: Mapping[str, KroneckerBlock], ranks: Ranks, device: torch.device | str | None = None
 ) -> dict[str, KroneckerBlock]:
-    """All blocks on each rank, from the ranks that keep them; see `KroneckerFactors.gathered`."""
+    """Return all blocks on each rank, from the ranks that keep them.
+
+    See `KroneckerFactors.gathered`.
+    """
     holders = ranks.holders([not block.is_meta for block in blocks.values()])
     for name, of_block in zip(blocks, holders, strict=True):
         if not of_block:
             raise missing_values(name)
     device = device or _device_of(block.factors["B"] for block in blocks.values())
-    # The numbers of rows: an owner who changed a matrix in place has none any more.
+    # Send the numbers of rows: an owner that changed a matrix in place has no rows any more.
     rows = ranks.gather(
         [[None if F.rows is None else F.rows.shape[-2] for F in block.factors.values()]
          for block in blocks.values()]
     )  # fmt: skip
     gathered, received = dict[str, KroneckerBlock](), list[tuple[Tensor, int]]()
     for i, ((name, block), of_block) in enumerate(zip(blocks.items(), holders, strict=True)):
-        # What is sent lies on the device of those who receive it.
+        # Put tensors on the receivers' devices.
         whole = block if len(of_block) == ranks.size else block.to(device)
         if block.is_meta:
             numbers = zip(block.factors.items(), rows[of_block[0]][i], strict=True)
@@ -333,7 +336,7 @@ def gathered_blocks(
         if len(of_block) < ranks.size:
             received += [(F.entries, of_block[0]) for F in whole.factors.values()]
     ranks.exchange_(received)
-    for name, block in blocks.items():  # known still, whoever has computed them
+    for name, block in blocks.items():  # eigenvalues stay known
         for letter, factor in block.factors.items():
             if factor.eigenvalues is not None:
                 gathered[name].factors[letter].eigenvalues = factor.eigenvalues
@@ -341,7 +344,10 @@ def gathered_blocks(
 
 
 def products_of(of_B: Tensor, of_A: Tensor | None) -> Tensor:
-    """All β_i α_j of the factors' eigenvalues (..., d_out) and (..., d_in), flat; β without α."""
+    """Return all β_i α_j of the factors' eigenvalues (..., d_out) and (..., d_in), flat.
+
+    Without α, return β.
+    """
     return (of_B if of_A is None else of_B[..., :, None] * of_A[..., None, :]).flatten()
 
 
@@ -352,12 +358,12 @@ def _solved(
     *,
     vectors: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each factor's eigenvalues, with eigenvectors or how many were clipped."""
+    """Return each factor's eigenvalues, with eigenvectors or with the number of clipped ones."""
     ranks = ranks or Ranks(None)
-    # A factor that a weight and its bias share is solved once.
+    # Solve a factor that a weight and its bias share once.
     numbers, of_all = _numbered([factor for factor, _ in named], ranks)
     factors = {number: named[number] for number in numbers}
-    # Each rank solves its own factors, the largest first, and receives those of the others.
+    # Each rank solves its own factors, the largest first, and receives the others.
     costs = {number: factor.cost for number, (factor, _) in factors.items()}
     keys = sorted(factors, key=lambda number: -costs[number])
     holders = [of_all[number] for number in keys]
@@ -385,7 +391,7 @@ def _solved(
 
 
 def missing_values(name: str) -> RuntimeError:
-    """The error for a block or factor, by its name, that none of the ranks asked has."""
+    """Return the error for a block or factor that none of the ranks has."""
     return RuntimeError(
         f"The values of '{name}' are kept by another rank. Bring all blocks to this one first, on "
         "all ranks: posterior.gather(), or factors.gathered(ranks)."
@@ -393,15 +399,16 @@ def missing_values(name: str) -> RuntimeError:
 
 
 def _device_of(factors: Iterable[Factor]) -> torch.device:
-    """The device of the first factor with values; the CPU where this rank has none."""
+    """Return the device of the first factor with values; the CPU if this rank has none."""
     devices = (F.device for F in factors if not F.is_meta)
     return next(devices, torch.device("cpu"))
 
 
 def _numbered(factors: Sequence[Factor], ranks: Ranks) -> tuple[list[int], list[list[int]]]:
-    """Each factor's number, that of its first place in the list, and the ranks that have it.
+    """Return each factor's number, its first place in the list, and the ranks that have it.
 
-    The same on all ranks; collective. Factors are apart if they are on any rank that has them.
+    The result is the same on all ranks; collective. Factors count as different if they differ on
+    any rank that has them.
     """
     first: dict[Factor, int] = {}
     first_uses = [None if F.is_meta else first.setdefault(F, i) for i, F in enumerate(factors)]
@@ -419,7 +426,7 @@ def _one_or_all(terms: tuple[float, ...]) -> float | tuple[float, ...]:
 
 @dataclass(frozen=True)
 class EigenBlock:
-    """A block by eigenvalues and eigenvectors: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ.
+    """Eigenvalues and eigenvectors of a block: Q_B diag(β) Q_Bᵀ ⊗ Q_A diag(α) Q_Aᵀ.
 
     ``corrected`` eigenvalues replace the products β_i α_j.
     """
@@ -442,7 +449,7 @@ class EigenBlock:
 
     @property
     def spectrum_shape(self) -> torch.Size:
-        """(..., d_out, d_in), the parameter's as a matrix."""
+        """Shape of the parameter as a matrix, (..., d_out, d_in)."""
         columns = 1 if self.Q_A is None else self.Q_A.shape[-2]
         return torch.Size((*self.Q_B.shape[:-1], columns))
 
@@ -491,8 +498,8 @@ class EigenBlock:
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
         """Return Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
         V = v.reshape(*v.shape[:-1], *self.spectrum_shape)  # (..., d_out, d_in)
-        # Into the eigenbasis, Q_Bᵀ V Q_A, with rows multiplied from the right; there the power is
-        # entry by entry; and back.
+        # Transform to the eigenbasis, Q_Bᵀ V Q_A, with rows multiplied from the right. There take
+        # the power entry by entry, and transform back.
         V = (V.mT @ self.Q_B).mT
         if self.Q_A is not None:
             V = V @ self.Q_A
@@ -511,18 +518,18 @@ class EigenBlock:
 
 
 class CorrectedBlock(KroneckerBlock):
-    """(Q_B ⊗ Q_A) diag(s) (Q_B ⊗ Q_A)ᵀ, with s the exact block's diagonal in that basis.
+    """Block (Q_B ⊗ Q_A) diag(s) (Q_B ⊗ Q_A)ᵀ, with s the exact block's diagonal in that basis.
 
-    Of all matrices with these eigenvectors it is the nearest to the exact block in Frobenius norm,
+    It is nearest to the exact block in Frobenius norm among all matrices with these eigenvectors,
     and it has the exact block's trace. Source: George et al. 2018, "Fast Approximate Natural
     Gradient Descent in a Kronecker-factored Eigenbasis" (arXiv:1806.03884), section 3.
 
     B and A are the factors whose eigenvectors form the basis. The block is not their product.
 
     Args:
-        arguments: those of `KroneckerBlock`.
+        arguments: arguments of `KroneckerBlock`.
         eigen: the eigenbasis of B ⊗ A, and the ``corrected`` eigenvalues in it.
-        keywords: as ``arguments``.
+        keywords: keyword arguments of `KroneckerBlock`.
     """
 
     def __init__(self, *arguments: Any, eigen: EigenBlock, **keywords: Any) -> None:
@@ -530,16 +537,16 @@ class CorrectedBlock(KroneckerBlock):
         self.eigen = eigen
 
     def replace(self, **changes: Any) -> Self:
-        """The block with some of its arguments changed."""
+        """Return the block with some of its arguments changed."""
         return super().replace(**{"eigen": self.eigen, **changes})
 
     @property
     def version(self) -> object:
-        """Of the tensors of the eigenbasis, all that the block's numbers are made of."""
+        """Version of the eigenbasis's tensors, which determine all numbers of the block."""
         return [version_of(tensor) for tensor in vars(self.eigen).values() if tensor is not None]
 
     def check_semidefinite(self) -> None:
-        """As of `KroneckerBlock`; also of the corrected eigenvalues."""
+        """Check the factors as in `KroneckerBlock`, and the corrected eigenvalues."""
         super().check_semidefinite()
         if not (self._corrected.isfinite() & (self._corrected >= 0)).all():
             raise ValueError(f"eigenvalues of '{self.name}' are negative, NaN or infinity")
@@ -550,15 +557,15 @@ class CorrectedBlock(KroneckerBlock):
         return self.eigen.corrected
 
     def to_dense(self) -> Tensor:
-        """The block as a (P, P) matrix."""
+        """Return the block as a (P, P) matrix."""
         return self.matvec(torch.eye(self.numel, dtype=self.B.dtype, device=self.B.device))
 
     def matvec(self, v: Tensor) -> Tensor:
-        """The block times vectors v (..., P)."""
+        """Return the block times vectors v (..., P)."""
         return self.eigen.power_matvec(v, self._corrected, 1.0)
 
     def scale(self, weight: float, scale: Callable[[Factor, float], Factor] = Factor.scale) -> Self:
-        """The block of the same data with a weight ≥ 0."""
+        """Return the block of the same data with a weight ≥ 0."""
         return super().scale(weight, scale).replace(eigen=self.eigen.scale(weight))
 
     def to(
@@ -567,13 +574,13 @@ class CorrectedBlock(KroneckerBlock):
         dtype: torch.dtype | None = None,
         to: Callable[[Factor, Any, Any], Factor] = Factor.to,
     ) -> Self:
-        """The block on another device or in another dtype."""
+        """Return the block on another device or in another dtype."""
         return super().to(device, dtype, to).replace(eigen=self.eigen.to(device, dtype))
 
     def factor_eigenvalues(self) -> tuple[Tensor, None]:
-        """All P eigenvalues ≥ 0, in float64, and None: they are not products of factors'."""
+        """Return all P eigenvalues ≥ 0, in float64, and None, because they are not products."""
         return self._corrected.double().flatten(), None
 
     def num_clipped(self) -> int:
-        """0, since the eigenvalues are sums of squares."""
+        """Return 0, because the eigenvalues are sums of squares."""
         return 0

@@ -1,15 +1,16 @@
-"""Eigenvalues and eigenvectors of many Gram matrices, singular, ill-scaled or not finite.
+"""Compute eigenvalues and eigenvectors of many Gram matrices, also of degenerate ones.
 
-`eigendecompositions` is the one place that calls a solver. It gives the solver as little as it can:
+The matrices may be singular, ill-scaled or not finite. Only `eigendecompositions` calls a solver.
+It gives the solver as little as possible:
 
-- Of a matrix that M rows made, M below half of its size, the M×M inner products of these rows:
-  their eigenvalues are the matrix's own, but for zeros, at (M / d)³ of the cost.
-- Otherwise only the rows and columns with an entry off the diagonal. Each of the others belongs to
-  an eigenvector that is a unit vector. There may be many such rows: the taps of a convolution that
-  see only padding, dead units, all inputs of an embedding. It saves time, and with thousands of
-  zero rows LAPACK's divide and conquer may also fail to converge.
+- For a matrix that M rows made, with M below half of its size, the M×M inner products of these
+  rows. Their eigenvalues are the matrix's own, except for zeros, at (M / d)³ of the cost.
+- Otherwise only the rows and columns with an entry off the diagonal. Each other row belongs to an
+  eigenvector that is a unit vector. There may be many such rows: the taps of a convolution that
+  cover only padding, dead units, all inputs of an embedding. Leaving them out saves time. With
+  thousands of zero rows LAPACK's divide and conquer may also fail to converge.
 
-What is left of equal size goes to the solver in one batched call.
+The remaining matrices of equal size go to the solver in one batched call.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,33 +27,33 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 LARGEST_BATCHED = 256
-"""Size up to which matrices are stacked for one call; a larger one has a core of a CPU to itself,
-and would gain nothing on a GPU."""
+"""Maximum size of matrices that are stacked for one call. A larger matrix gets a CPU core of its
+own, and would gain nothing from a batch on a GPU."""
 
 
 class EigenDecomposition(NamedTuple):
     """Q diag(values) Qᵀ, batched over leading axes."""
 
     values: Float[Tensor, "*G d"]
-    """Ascending; those that rounding made negative are 0."""
+    """Ascending. Eigenvalues that rounding made negative are 0."""
     vectors: Float[Tensor, "*G d d"]
-    """Empty unless they were asked for."""
+    """Empty unless requested."""
     clipped: Int[Tensor, ""]
-    """How many were negative."""
+    """Number of negative eigenvalues."""
 
 
 def eigendecompositions(
     factors: Sequence[tuple[Factor, str]], *, vectors: bool
 ) -> list[EigenDecomposition]:
-    """Eigenvalues of each factor (ascending, clipped at 0), and eigenvectors if asked for.
+    """Return eigenvalues of each factor (ascending, clipped at 0), and eigenvectors on request.
 
-    Each comes with its name for errors.
+    Each factor comes with its name for errors.
 
-    Without vectors in float64, which costs about as much as eigenvectors in float32; with vectors
-    in the matrix's dtype. Falls back to float64, and to the CPU.
+    Without vectors the computation is in float64, which costs about as much as eigenvectors in
+    float32. With vectors it is in the matrix's dtype. It falls back to float64, and to the CPU.
 
     Raises:
-        ValueError: a matrix that is not finite.
+        ValueError: a matrix is not finite.
         LinAlgError: no solver converges.
     """
     if not factors:
@@ -64,7 +65,7 @@ def eigendecompositions(
         for (factor, _), has_rows in zip(factors, of_rows, strict=True)
     ]
     check_finite(entries, names)
-    # Step 1: which rows of a factor go to a solver; None stands for its inner products.
+    # Step 1: select the rows of each factor for the solver; None stands for its inner products.
     splits = [
         None if has_rows else split_uncoupled(values)
         for values, has_rows in zip(entries, of_rows, strict=True)
@@ -73,8 +74,8 @@ def eigendecompositions(
         values.shape[-2] if split is None else len(split[1])
         for values, split in zip(entries, splits, strict=True)
     ]
-    # Step 2: which factors go there together. The largest are the first: as the last ones they
-    # would leave the other cores idle.
+    # Step 2: group the factors. The largest come first, because as the last ones they would leave
+    # the other cores idle.
     groups: dict[object, list[int]] = {}
     for i in sorted(range(len(factors)), key=lambda i: -sizes[i]):
         values = entries[i]
@@ -85,13 +86,13 @@ def eigendecompositions(
         reduced = [_reduced(entries[i], splits[i]) for i in group]
         return _solve_group(reduced, [names[i] for i in group], vectors)
 
-    # Step 3: on a CPU several large ones at once; small ones are not worth the threads.
+    # Step 3: on a CPU solve several large ones at once. Small ones are not worth the threads.
     on_cores = entries[0].device.type == "cpu" and max(sizes) >= LARGEST_BATCHED
     on_each = map_on_cores if on_cores and len(groups) > 1 else map
     solved: dict[int, tuple[Tensor, Tensor]] = {}
     for group, results in zip(groups.values(), on_each(solve, groups.values()), strict=True):
         solved |= zip(group, results, strict=True)
-    # Step 4: the rows that the solver was not given.
+    # Step 4: add the rows that the solver did not get.
     return [
         _whole(values, split, *solved[i], vectors)
         for i, (values, split) in enumerate(zip(entries, splits, strict=True))
@@ -99,8 +100,9 @@ def eigendecompositions(
 
 
 def check_finite(entries: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise a ValueError that names a factor, unless all entries of all are finite."""
-    # A sum is the quickest look at all entries. One of finite entries may overflow: look at each.
+    """Raise a ValueError that names a factor, unless all entries of all factors are finite."""
+    # A sum is the fastest test of all entries. A sum of finite entries may overflow: then test
+    # each.
     if torch.stack([values.sum().double() for values in entries]).isfinite().all():
         return
     finite = torch.stack([torch.isfinite(values).all() for values in entries]).tolist()
@@ -113,7 +115,7 @@ def check_finite(entries: Sequence[Tensor], names: Sequence[str]) -> None:
 
 
 def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
-    """Indices of the rows without entries off the diagonal in all matrices, and of the others."""
+    """Return indices of rows without entries off the diagonal in all matrices, and of others."""
     entries = matrix != 0
     entries.diagonal(dim1=-2, dim2=-1).fill_(False)
     coupled = (entries.any(-1) | entries.any(-2)).reshape(-1, matrix.shape[-1]).any(0)
@@ -121,7 +123,7 @@ def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(entries: Tensor, split: tuple[Tensor, Tensor] | None) -> Tensor:
-    """The matrix that is solved: the inner products of rows, or the coupled rows of a matrix."""
+    """Return the matrix to solve: the inner products of rows, or the coupled rows of a matrix."""
     if split is None:
         x = entries.double()
         return x @ x.mT
@@ -138,7 +140,7 @@ def _whole(
     Q: Tensor,
     vectors: bool,
 ) -> EigenDecomposition:
-    """The decomposition of a factor, of rows or a matrix, from what a solver found of it."""
+    """Return the decomposition of a factor, of rows or a matrix, from the solver's result."""
     if split is None:
         zeros = of_rest.new_zeros(*of_rest.shape[:-1], entries.shape[-1] - of_rest.shape[-1])
         values = torch.cat([zeros, of_rest.clamp(min=0.0)], -1)
@@ -149,9 +151,9 @@ def _whole(
     clipped, values = (values < 0).sum(), values.clamp(min=0.0)
     if not vectors:
         return EigenDecomposition(values, Q, clipped)
-    # The rows without coupling get unit vectors, in the first columns of Q; the solver's vectors
-    # fill the other columns, in the other rows. Sorting by the eigenvalues mixes the columns.
-    # In rows, as a file has them: products of the other layout are rounded differently.
+    # The rows without coupling get unit vectors, in the first columns of Q. The solver's vectors
+    # fill the other columns, in the other rows. Sorting by the eigenvalues mixes the columns. Store
+    # Q row by row, as in a file, because products of the other layout round differently.
     whole, k = torch.zeros_like(matrix, memory_format=torch.contiguous_format), len(alone)
     whole[..., alone, torch.arange(k, device=matrix.device)] = 1
     whole[..., coupled, k:] = Q.to(matrix.dtype)
@@ -163,7 +165,7 @@ def _whole(
 def _solve_group(
     matrices: list[Tensor], names: list[str], vectors: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """`_solve` of matrices of one size, in one call if there are several."""
+    """Solve matrices of one size, in one call if there are several."""
     n = matrices[0].shape[-1]
     if len(matrices) > 1 and n:
         stacked = torch.cat([M.reshape(-1, n, n) for M in matrices])
@@ -179,12 +181,12 @@ def _solve_group(
                     strict=True,
                 )
             ]
-    # One that fails must not take the others with it to a less precise or slower solver.
+    # If one fails, the others must not use its less precise or slower solver.
     return [_solve(M, name, vectors) for M, name in zip(matrices, names, strict=True)]
 
 
 def _solve(matrix: Tensor, name: str, vectors: bool) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors (empty unless asked for), by what converges first.
+    """Return ascending eigenvalues and eigenvectors (or none) from the first converging solver.
 
     The order is the matrix's device in each dtype, then the CPU in each.
     """
@@ -204,7 +206,7 @@ def _solve(matrix: Tensor, name: str, vectors: bool) -> tuple[Tensor, Tensor]:
 
 
 def _attempt(M: Tensor, vectors: bool) -> tuple[Tensor, Tensor] | None:
-    """Eigenvalues and eigenvectors by torch, which reads one triangle; None if it fails."""
+    """Return eigenvalues and eigenvectors by torch, which reads one triangle; None if it fails."""
     try:
         values, Q = torch.linalg.eigh(M) if vectors else (torch.linalg.eigvalsh(M), M.new_empty(0))
     except torch.linalg.LinAlgError:
@@ -213,12 +215,12 @@ def _attempt(M: Tensor, vectors: bool) -> tuple[Tensor, Tensor] | None:
 
 
 def map_on_cores(function: Callable[[S], T], items: Iterable[S]) -> list[T]:
-    """[function(item) for each item], with as many at once as torch has threads, each on one core.
+    """Return [function(item) for each item], in parallel on torch's threads.
 
-    Use it for LAPACK, whose routines gain little from a second thread: it saves a sixth of the time
-    of the eigenvalues of a 2304×2304 matrix. If another process uses the same cores they even lose,
-    because threads wait for each other: the inverse of such a matrix took 2.9 s with two threads
-    and 0.07 s with one.
+    Each item runs on one core. Use it for LAPACK, whose routines gain little from a second thread.
+    It saves a sixth of the time of the eigenvalues of a 2304×2304 matrix. If another process uses
+    the same cores, a second thread even slows them down, because threads wait for each other: the
+    inverse of such a matrix took 2.9 s with two threads and 0.07 s with one.
     """
     threads = torch.get_num_threads()
     if threads == 1:

@@ -82,7 +82,7 @@ class KroneckerFactors:
         """Return the factors of the same data with a weight ≥ 0 for each example."""
         if not 0.0 <= float(weight) < math.inf:
             raise ValueError(f"Factors can be multiplied by a finite number ≥ 0, not by {weight}.")
-        c = weight if isinstance(weight, int) else float(weight)  # whole counts stay whole
+        c = weight if isinstance(weight, int) else float(weight)  # integer counts stay integers
         scale = cache(Factor.scale)
         return replace(
             self,
@@ -148,9 +148,9 @@ class KroneckerFactors:
         check_positive("prior_precision", delta)
         terms = []
         for block, d in zip(self.blocks.values(), delta.expand(len(self)), strict=True):
-            values = block.eigenvalues()  # also of a block that another rank keeps
+            values = block.eigenvalues()  # also for a block that another rank keeps
             d = d.to(values.device)
-            # Each constant adds an eigenvalue of zero, to which no δ belongs.
+            # Each constant adds an eigenvalue of zero, without a δ.
             constants = block.numel - block.num_parameters
             terms.append((values + d).log().sum() - constants * d.log())
         return torch.stack(terms).sum()
@@ -190,7 +190,7 @@ class KroneckerFactors:
         tensors, keys = dict[str, Tensor](), dict[object, str]()
 
         def add(key: str, tensor: Tensor) -> str:
-            """The key under which the state has a tensor, which may be an equal one's."""
+            """Return the key of a tensor in the state; equal tensors share a key."""
             form = key.rpartition(".")[2]
             key = keys.setdefault((form, sha256_of_tensors([tensor])), key)
             tensors.setdefault(key, tensor.detach())
@@ -234,7 +234,7 @@ class KroneckerFactors:
                 f"{header.get('version')}. Compute the factors again, or write them with save()."
             )
         try:
-            factors = dict[str, Factor]()  # of equal ones just one, which is also solved once
+            factors = dict[str, Factor]()  # equal ones are stored and solved once
             blocks = {e["name"]: _block(e, tensors, factors) for e in header["blocks"]}
             for block in blocks.values():
                 block.check_semidefinite()
@@ -278,7 +278,7 @@ class KroneckerFactors:
             for F in (self, other)
         )
         for name, value in mine.items():
-            if json.dumps(value) != json.dumps(theirs[name]):  # the order of a mapping counts
+            if json.dumps(value) != json.dumps(theirs[name]):  # the order of a mapping matters
                 raise ValueError(f"Cannot add factors with {name} {value!r} and {theirs[name]!r}.")
         if list(self.blocks) != list(other.blocks):
             raise ValueError("Cannot add factors of different parameters.")
@@ -287,12 +287,12 @@ class KroneckerFactors:
 def _block(
     entry: Mapping[str, Any], tensors: Mapping[str, Tensor], factors: dict[str, Factor]
 ) -> KroneckerBlock:
-    """A block from its entry in the header and its tensors; with an eigenbasis it is corrected.
+    """Return a block from its header entry and tensors; with an eigenbasis it is corrected.
 
     Args:
         entry: the block's entry.
-        tensors: those of the state.
-        factors: the factors so far, by their keys; those of the block are added.
+        tensors: tensors of the state.
+        factors: the factors so far, by their keys; the block's factors are added.
     """
     name, terms = entry["name"], entry["num_terms"]
     terms = tuple(terms) if isinstance(terms, list | tuple) else terms
@@ -301,7 +301,7 @@ def _block(
     def factor(key: str) -> Factor:
         if key not in factors:
             form, stored = key.rpartition(".")[2], tensors[key]
-            # A copy begins at an aligned address, on which the bits of the matrix may depend.
+            # A copy begins at an aligned address, which may affect the bits of the matrix.
             is_rows = form == "rows"
             factors[key] = Factor(rows=stored.clone()) if is_rows else Factor(_unpack(form, stored))
         return factors[key]
@@ -315,14 +315,14 @@ def _block(
 
 
 def _pack(F: Float[Tensor, "*G d d"]) -> tuple[str, Tensor]:
-    """("triangle", its entries (..., d (d + 1) / 2)), or ("whole", F) if F is not symmetric."""
+    """Return ("triangle", entries (..., d (d + 1) / 2)), or ("whole", F) if F is not symmetric."""
     if not torch.equal(F, F.mT):
         return "whole", F
     return "triangle", torch.cat([row[..., i:] for i, row in enumerate(F.unbind(-2))], -1)
 
 
 def _unpack(form: str, entries: Tensor) -> Float[Tensor, "*G d d"]:
-    """The factor of which `_pack` made these entries, to the bit."""
+    """Return the factor from the entries of `_pack`, to the bit."""
     if form == "whole":
         return entries
     count = entries.shape[-1]

@@ -1,1 +1,1 @@
-"""Gradients of single examples in a block's eigenbasis: covariances, samples, second moments."""
+"""Contract per-example gradients in a block's eigenbasis: covariances, samples, second moments."""

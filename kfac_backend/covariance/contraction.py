@@ -1,13 +1,13 @@
-"""Sums over the entries of one parameter's gradients in the eigenbasis of its block.
+"""Sum over the entries of one parameter's gradients in the eigenbasis of its block.
 
 With the eigenvectors Q = Q_B ⊗ Q_A of a block, the gradient Σ_r b_nrc a_nrᵀ of output c (or of
 backward vector c) of example n becomes G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ. Two sums need it:
 
-- J Σ Jᵀ of a posterior precision Q diag(s) Qᵀ, Σ_ij G̃_nc,ij G̃_nc',ij / s_ij (`covariance_part`);
+- J Σ Jᵀ for a posterior precision Q diag(s) Qᵀ, Σ_ij G̃_nc,ij G̃_nc',ij / s_ij (`covariance_part`);
 - corrected eigenvalues, Σ_n Σ_c G̃_nc,ij² (`add_second_moments`).
 
-The G̃ of all examples are never held at once. With one position G̃ is not needed at all: the
-covariance is Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij, the second moment Σ_n (Σ_c b̃_nci²) ã_nj².
+Memory never holds the G̃ of all examples at once. With one position G̃ is not needed: the
+covariance is Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij, and the second moment is Σ_n (Σ_c b̃_nci²) ã_nj².
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 def covariance_part(
     gradients: ParameterGradients, product_bytes: int, *, q: int = 1, variance_only: bool = False
 ) -> Float[Tensor, "T *rest"]:
-    """One parameter's part of J Σ Jᵀ, exact: (T, q·C, q·C) for T sets of q examples.
+    """Return one parameter's part of J Σ Jᵀ, exact: (T, q·C, q·C) for T sets of q examples.
 
     Args:
-        gradients: of N = T·q examples; its spectrum is the posterior precision's, > 0.
+        gradients: gradients of N = T·q examples; their spectrum is the posterior precision's, > 0.
         product_bytes: bytes of G̃ that are computed at once, but at least one row.
-        q: examples in a set; 1 gives each example's covariance (N, C, C).
-        variance_only: return the diagonals (N, C), which take no products of different outputs.
+        q: number of examples in a set; 1 gives each example's covariance (N, C, C).
+        variance_only: return the diagonals (N, C), without products of different outputs.
     """
     concatenated, s = gradients.concatenated_uses(), gradients.spectrum
 
@@ -50,20 +50,20 @@ def covariance_part(
         return torch.cat([paired(part, part) for part in scaled])
     (b, a), transposed, block = *concatenated, gradients.block
     if a is None or block.Q_A is None:
-        # A bias: its gradient is Σ_r b, so that one rotation and one product are all.
+        # A bias: its gradient is Σ_r b, so one rotation and one product suffice.
         b = _without_input(b, block)
         return paired(b / s.flatten(), b)
     Q_B, Q_A, s = bases(block, s, transposed)
     a, b = a.to(block.Q_A.dtype), b.to(block.Q_B.dtype)
     if b.shape[2] > 1 and not b.requires_grad:
-        # Without positions that no output depends on, as later ones in a causal network.
+        # Leave out positions that no output depends on, such as later ones in a causal network.
         reached = b.flatten(3).any(-1).any(0).any(0)
         a, b = (t if reached.all() else t[:, :, reached] for t in (a, b))
     (N, R, C, d_out), d_in = b.shape[1:], a.shape[-1]
-    # One position: G̃ is the outer product b̃ ãᵀ, so that its entries need not be formed. The sum
-    # over j of ã_j² / s_ij is a weight for each i, and what remains is a sum over i alone. With
-    # sets of examples the weights are those of pairs. Where the sets are so large and the layer so
-    # small that gradients take less memory than these, the general way is taken.
+    # One position: G̃ is the outer product b̃ ãᵀ, so its entries need not be formed. The sum over j
+    # of ã_j² / s_ij is a weight for each i, and a sum over i remains. Sets of examples have weights
+    # for pairs. If the sets are so large and the layer so small that gradients take less memory
+    # than these, use the general method.
     if R == 1 and (q == 1 or q * (d_in + C * d_out) <= C * d_in * d_out):
         b, a = rotated(b[:, :, 0], Q_B), rotated(a[:, :, 0], Q_A)
         if q == 1:
@@ -88,7 +88,7 @@ def covariance_part(
 
 
 def add_second_moments(gradients: ParameterGradients, product_bytes: int) -> None:
-    """Add Σ_n Σ_v (Qᵀ g_nv)² to the spectrum, in place; arguments as of `covariance_part`."""
+    """Add Σ_n Σ_v (Qᵀ g_nv)² to the spectrum, in place; arguments as in `covariance_part`."""
     moments, block = gradients.spectrum, gradients.block
     concatenated = gradients.concatenated_uses()
     if concatenated is None:
@@ -102,8 +102,8 @@ def add_second_moments(gradients: ParameterGradients, product_bytes: int) -> Non
     Q_B, Q_A, moments = bases(block, moments, transposed)  # a view
     a, b = a.to(block.Q_A.dtype), b.to(block.Q_B.dtype)
     if b.shape[2] == 1:
-        # (b̃_i ã_j)² is a product of squares: those of b̃ are summed over the vectors first, and one
-        # product over the examples makes all d_out × d_in entries.
+        # (b̃_i ã_j)² is a product of squares: sum the squares of b̃ over the vectors first. One
+        # product over the examples then gives all d_out × d_in entries.
         squares = rotated(b[:, :, 0], Q_B).square().sum(2)  # (G, N, d_out)
         moments += squares.mT @ rotated(a[:, :, 0], Q_A).square()
         return
@@ -114,12 +114,12 @@ def add_second_moments(gradients: ParameterGradients, product_bytes: int) -> Non
 def bases(
     block: EigenBlock, spectrum: Tensor, transposed: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Eigenvectors (G, d_out, d_out) and (G, d_in, d_in), and the spectrum (G, d_out, d_in).
+    """Return eigenvectors (G, d_out, d_out) and (G, d_in, d_in), and the spectrum (G, d_out, d_in).
 
-    They are views. The eigenvectors are None for a diagonal factor, such as that of an embedding's
+    They are views. The eigenvectors are None for a diagonal factor, such as an embedding's over
     tokens.
 
-    A ``transposed`` parameter is stored inputs first, (d_in, d_out).
+    A ``transposed`` parameter is stored as (d_in, d_out).
     """
     Q_B, Q_A = _grouped(block.Q_B), _grouped(block.Q_A)
     if Q_B.shape[-1] == 1 and Q_B.shape[0] > Q_A.shape[0]:
@@ -133,19 +133,19 @@ def bases(
 
 
 def rotated(x: Float[Tensor, "G *rows d"], Q: Tensor | None) -> Float[Tensor, "G *rows k"]:
-    """X Q per group, the coordinates of rows x; x itself if Q is None."""
+    """Return X Q per group, the coordinates of rows x; x itself if Q is None."""
     if Q is None:
         return x
-    x = x.to(Q.dtype)  # another one's where a layer is narrower than the widest parameter
+    x = x.to(Q.dtype)  # another dtype if a layer is narrower than the widest parameter
     if len(x) == 1:  # a plain product is faster than a batch of one
         return (x[0].flatten(0, -2) @ Q[0]).view(*x.shape[:-1], Q.shape[-1])
     return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], Q.shape[-1])
 
 
 def _without_input(b: Float[Tensor, "G N R C d"], block: EigenBlock) -> Float[Tensor, "N C P"]:
-    """Qᵀ g of a parameter without an input factor, whose gradient is Σ_r b."""
+    """Return Qᵀ g of a parameter without an input factor, whose gradient is Σ_r b."""
     b = b.to(block.Q_B.dtype).sum(2)
-    if block.Q_B.shape[-1] > 1:  # else a diagonal, for P groups of one entry or one of P
+    if block.Q_B.shape[-1] > 1:  # otherwise a diagonal, for P groups of one entry or one of P
         b = rotated(b, _grouped(block.Q_B))
     return b.movedim(0, 2).flatten(2)
 
@@ -158,20 +158,20 @@ def _in_basis(
     q: int,
     product_bytes: int,
 ) -> Iterator[tuple[slice, int, slice, Float[Tensor, "n C rows d_in"]]]:
-    """G̃ part by part: examples n, whole sets of q; the group; its rows; and the entries."""
-    # The gradients of the output are rotated once, before their rows are taken apart.
+    """Yield G̃ in parts: examples n, whole sets of q; the group; its rows; and the entries."""
+    # Rotate the gradients of the output once, before splitting their rows.
     b = rotated(b, Q_B)
     (G, N, R, C, d_out), d_in = b.shape, a.shape[-1]
     # Rotate the inputs or their products with b, whichever has fewer rows.
     inputs_first = R <= C * d_out
     if inputs_first:
         a = rotated(a, Q_A)
-    # Set by set on a CPU, where single products are faster than batches.
+    # Set by set on a CPU, because single products are faster than batches there.
     at_once = q if b.device.type == "cpu" else N
     rows = max(1, product_bytes // (at_once * C * d_in * b.element_size()))
     for start, row, g in product(range(0, N, at_once), range(0, d_out, rows), range(G)):
         n, some = slice(start, start + at_once), slice(row, row + rows)
-        # Σ_r b̃_r a_rᵀ: the outputs and the rows are one axis, so that it is a product over R.
+        # Σ_r b̃_r a_rᵀ: outputs and rows form one axis, so it is a product over R.
         of_rows = b[g, n, ..., some].flatten(-2).mT  # (n, C·rows, R)
         # A batch of one is slower than a plain product.
         part = (of_rows[0] @ a[g, start])[None] if at_once == 1 else of_rows @ a[g, n]
@@ -182,5 +182,5 @@ def _in_basis(
 
 
 def _grouped(Q: Any) -> Any:
-    """A matrix with an axis of groups, (G, ..., ...), also for a single group."""
+    """Return a matrix with an axis of groups, (G, ..., ...), also for a single group."""
     return Q if Q.dim() == 3 else Q[None]

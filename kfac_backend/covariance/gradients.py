@@ -1,4 +1,4 @@
-"""Each example's gradient in each parameter, by its factors, from the uses of the layers."""
+"""Collect each example's gradient of each parameter, as factors, from the uses of the layers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,31 +15,31 @@ from kfac_backend.layers import ExampleGradients, Rule, Use
 from kfac_backend.layers.rule import dense_gradients
 
 PosteriorPrecision = Mapping[str, tuple[EigenBlock, Tensor]]
-"""Parameter name -> its block's eigenvectors, and the precision's eigenvalues > 0 in their basis,
-(..., d_out, d_in) as `EigenBlock.spectrum` returns them."""
+"""Maps a parameter's name to its block's eigenvectors, and to the precision's eigenvalues > 0 in
+their basis, (..., d_out, d_in), as from `EigenBlock.spectrum`."""
 LayerUse = tuple[TrackedLayer, Use, Tensor]
-"""A layer's use, and its `Rule.position_gradients` for C outputs or vectors (M, R, C, d_out)."""
+"""Use of a layer, and its `Rule.position_gradients` for C outputs or vectors (M, R, C, d_out)."""
 
 
 class ParameterGradients(NamedTuple):
-    """The examples' gradients in a parameter, or in one of the maps that it holds: a sum of uses.
+    """Examples' gradients of a parameter, or of one of its maps: a sum over uses.
 
-    With the eigenvectors Q = Q_B ⊗ Q_A of the parameter's block, and a number for each of them.
+    It includes the eigenvectors Q = Q_B ⊗ Q_A of the parameter's block, and a number for each.
     """
 
     block: EigenBlock
     spectrum: Float[Tensor, "*G rows columns"]
     uses: list[tuple[ExampleGradients, bool]]
-    """Each use's gradients, and whether the parameter is stored inputs first there."""
+    """Each use's gradients, and whether the use has the parameter stored as (d_in, d_out)."""
     name: str = ""
     """The parameter's name."""
     slot: int = 0
-    """The number of the map among those that the parameter holds."""
+    """Index of the map among the maps in the parameter."""
 
     def concatenated_uses(self) -> tuple[ExampleGradients, bool] | None:
-        """The uses' positions concatenated, and whether the parameter is stored inputs first.
+        """Return concatenated positions of uses, and whether the parameter is (d_in, d_out).
 
-        None if it is used in both orientations, so that the gradients have no common factors.
+        None if it is used in both orientations, because the gradients then have no common factors.
         """
         if len({transposed for g, transposed in self.uses if g.a is not None}) > 1:
             return None
@@ -50,8 +50,8 @@ class ParameterGradients(NamedTuple):
         return ExampleGradients(b, torch.cat(inputs, 2) if inputs else None), self.uses[0][1]
 
     def dense(self, some: slice = slice(None)) -> Float[Tensor, "n C P"]:
-        """The dense gradients of some of the examples."""
-        # Summed over uses, which in two orientations have no common factors.
+        """Return the dense gradients of some of the examples."""
+        # Sum over uses, which have no common factors in two orientations.
         g = sum(
             dense_gradients(_of_some(of_use, some), transposed) for of_use, transposed in self.uses
         )
@@ -61,17 +61,17 @@ class ParameterGradients(NamedTuple):
     def dense_in_basis(
         self, most_bytes: int, q: int = 1
     ) -> Iterator[Float[Tensor, "n C *spectrum"]]:
-        """Qᵀ g of the dense gradients g of n examples after the other, in the spectrum's shape.
+        """Yield Qᵀ g of the dense gradients g, n examples at a time, in the spectrum's shape.
 
         Args:
-            most_bytes: bytes that those of n examples may take.
-            q: n is a multiple of it.
+            most_bytes: maximum number of bytes of n examples.
+            q: divisor of n.
         """
         _, N, _, C, _ = self.uses[0][0].b.shape
         Q_B, Q_A = self.block.Q_B, self.block.Q_A
         size = max(1, most_bytes // (q * C * self.spectrum.numel() * Q_B.dtype.itemsize)) * q
         for start in range(0, N, size):
-            # The sum over uses is rotated and squared, which keeps the products of different uses.
+            # Rotate and square the sum over uses, which keeps the products of different uses.
             g = self.dense(slice(start, start + size)).to(Q_B.dtype)
             g = g.unflatten(-1, self.spectrum.shape)
             # Q_Bᵀ g Q_A, by products from the right.
@@ -80,7 +80,7 @@ class ParameterGradients(NamedTuple):
 
 
 class LayerGradients:
-    """Collects the uses of layers, parameter by parameter."""
+    """Collect the uses of layers, by parameter."""
 
     def __init__(
         self, assignment: RuleAssignment, spectra: Mapping[str, tuple[EigenBlock, Tensor]]
@@ -90,7 +90,7 @@ class LayerGradients:
             for tracked in assignment.all
         }
         self.spectra = spectra
-        """Parameter name -> its block's eigenvectors, and a number for each of them."""
+        """Maps a parameter's name to its block's eigenvectors, and a number for each."""
         places = [place for tracked in self.rules for place in _places(tracked)]
         self._tied = {place for place in places if places.count(place) > 1}
 
@@ -100,24 +100,24 @@ class LayerGradients:
         uses: Mapping[TrackedLayer, int],
         most_bytes: int | None,
     ) -> Iterator[tuple[slice, ParameterGradients]]:
-        """The gradients in one parameter after the other, and the examples that they are of.
+        """Yield the gradients of one parameter after the other, with the slice of their examples.
 
         Args:
-            layer_uses: the uses, each of which is dropped before the next one is asked for.
-            uses: how often each layer ran.
-            most_bytes: that a use's inputs and gradients may take at once; None: all examples
-                together.
+            layer_uses: the uses. Each is dropped before the next one is read.
+            uses: number of runs of each layer.
+            most_bytes: maximum number of bytes of a use's inputs and gradients at once; None takes
+                all examples together.
         """
         tied = []
         for tracked, use, rows in layer_uses:
-            # No other use contributes to the gradients in this layer's parameters, so that they can
-            # be squared, and dropped, before the next layer's are formed.
+            # No other use contributes to the gradients of this layer's parameters. So they can be
+            # squared, and dropped, before the next layer's are formed.
             alone = uses[tracked] == 1 and not self._tied.intersection(_places(tracked))
             if alone and most_bytes is not None:
                 for subset, some in self._some_examples((tracked, use, rows), most_bytes):
                     for gradients in self._of_uses([some]):
                         yield subset, gradients
-            else:  # the gradients in a tied parameter are summed first
+            else:  # sum the gradients of a tied parameter first
                 tied.append((tracked, use, rows))
         for gradients in self._of_uses(tied):
             yield slice(None), gradients
@@ -125,14 +125,14 @@ class LayerGradients:
     def _some_examples(
         self, layer_use: LayerUse, most_bytes: int
     ) -> Iterator[tuple[slice, LayerUse]]:
-        """Parts of a use whose inputs and gradients take some bytes, but at least one example."""
+        """Yield parts of a use with a limited number of bytes, but at least one example."""
         tracked, use, rows = layer_use
         if use.rows is not None:  # rows of several examples have no slices
             yield slice(None), layer_use
             return
         _, R, C, d_out = rows.shape
         entries = max(self.spectra[name][0].numel for name in tracked.parameters.values())
-        # Both are held twice while they are rotated into the eigenbasis.
+        # Both exist twice while they are rotated into the eigenbasis.
         of_example = 2 * R * (entries // d_out + C * d_out) * rows.element_size()
         size = max(1, most_bytes // max(1, of_example))
         for start in range(0, len(use.a), size):
@@ -140,28 +140,28 @@ class LayerGradients:
             yield chunk, (tracked, Use(use.a[chunk]), rows[chunk])
 
     def _of_uses(self, layer_uses: list[LayerUse]) -> Iterator[ParameterGradients]:
-        """Each parameter's gradients, summed over the given uses."""
+        """Yield each parameter's gradients, summed over the given uses."""
         uses: dict[tuple[str, tuple[int, int]], list[tuple[ExampleGradients, bool]]] = {}
         for tracked, use, rows in layer_uses:
             rule = self.rules[tracked]
             for local, gradients in rule.example_gradients(use.a, rows).items():
                 place = tracked.parameters[local], tracked.slots.get(local, (0, 1))
                 uses.setdefault(place, []).append((_by_example(gradients, use), rule.transposed))
-        # All uses of a place are known now, so their gradients can be added before any square.
+        # All uses of a slot are known now, so add their gradients before squaring.
         for (name, (slot, slots)), of_place in uses.items():
             block, spectrum = self.spectra[name]
-            if slots > 1:  # a tensor that holds several maps, one below the other
+            if slots > 1:  # a tensor with several maps, one below the other
                 block, spectrum = _group_of(block, slot), spectrum[slot]
             yield ParameterGradients(block, spectrum, of_place, name, slot)
 
 
 class HeldGradients(Sink):
-    """Holds the gradients in all layers' outputs, vector by vector, until `take` returns them.
+    """Hold the gradients of all layers' outputs, vector by vector, until `take` returns them.
 
     Args:
-        gradients: of the layers.
-        num_examples: of all uses; None: not checked.
-        differentiable: whether the gradients keep their graph in the model's input.
+        gradients: the layers' gradients.
+        num_examples: number of examples of all uses; None does not check it.
+        differentiable: whether the gradients keep their graph to the model's input.
     """
 
     needs_inputs = True
@@ -179,8 +179,8 @@ class HeldGradients(Sink):
     def forget(self) -> None:
         """Begin with another forward pass."""
         self.uses = Counter[TrackedLayer]()
-        """How often each layer ran."""
-        # For each use, the number of a vector -> its gradients (M, R, d_out).
+        """Number of runs of each layer."""
+        # For each use, gradients (M, R, d_out) by the number of their vector.
         self._by_use: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
         self.num_vectors = self.nbytes = 0
 
@@ -189,7 +189,7 @@ class HeldGradients(Sink):
         self.uses[tracked] += 1
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Hold a vector's gradient."""
+        """Store a vector's gradient."""
         number = len(use.a) if use.rows is None else use.rows.num_examples
         if self.num_examples is not None and number != self.num_examples:
             raise unknown_examples(tracked, number, self.num_examples, "outputs")
@@ -198,11 +198,11 @@ class HeldGradients(Sink):
         self.nbytes += rows.nbytes
 
     def vector_done(self) -> None:
-        """Go on to the next vector."""
+        """Begin the next vector."""
         self.num_vectors += 1
 
     def take(self) -> Iterator[LayerUse]:
-        """The uses with their gradients (M, R, V, d_out), each dropped before the next one."""
+        """Yield the uses with gradients (M, R, V, d_out), each dropped before the next one."""
         while self._by_use:
             (tracked, use), of_use = self._by_use.popitem()
             # A vector that does not reach this use has the gradient zero there.
@@ -213,7 +213,7 @@ class HeldGradients(Sink):
 
 
 def _group_of(block: EigenBlock, g: int) -> EigenBlock:
-    """The eigenvectors of one of a block's groups."""
+    """Return the eigenvectors of one of a block's groups."""
     if block.alpha is None or block.Q_A is None:
         return EigenBlock(block.beta[g], block.Q_B[g])
     return EigenBlock(block.beta[g], block.Q_B[g], block.alpha[g], block.Q_A[g])
@@ -229,7 +229,7 @@ def _of_some(gradients: ExampleGradients, some: slice) -> ExampleGradients:
 
 
 def _by_example(gradients: ExampleGradients, use: Use) -> ExampleGradients:
-    """Gradients of rows as those of examples, padded with zeros to the largest number of rows."""
+    """Return gradients of rows as gradients of examples, padded with zeros to equal lengths."""
     if use.rows is None:
         return gradients
     rows = use.rows

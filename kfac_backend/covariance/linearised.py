@@ -1,4 +1,4 @@
-"""Outputs of the linearised network f(x) + J(x) (θ − θ*) at given parameters θ, without J."""
+"""Compute outputs of the linearised network f(x) + J(x) (θ − θ*) at given θ, without J."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,20 +18,20 @@ from kfac_backend.sharding import check_whole
 def linearised_outputs(
     model: nn.Module, changes: Mapping[str, Float[Tensor, "S *shape"]], x: Any
 ) -> Float[Tensor, "S N *R C"]:
-    """f(x) + J(x) Δ for S changes Δ of the parameters, with J the Jacobian at the model's own.
+    """Return f(x) + J(x) Δ for S changes Δ of the parameters, with J the Jacobian at θ*.
 
-    J Δ is computed by forward-mode differentiation, which holds no graph: each change costs about
-    three forward passes, whatever the number of outputs. Outputs may have any shape, and batches
-    any type. Padding of an embedding is a constant, as in backward mode.
+    J Δ is computed by forward-mode differentiation, without a graph. Each change costs about three
+    forward passes, for any number of outputs. Outputs may have any shape, and batches any type.
+    Padding of an embedding is a constant, as in backward mode.
 
     Args:
-        model: the network at θ*, in the mode (train or eval) it is in.
-        changes: parameter name -> S changes θ − θ*; other parameters keep their values.
+        model: the network at θ*, in its present mode (train or eval).
+        changes: maps a parameter's name to S changes θ − θ*; other parameters keep their values.
         x: inputs, moved to the model's device.
 
     Raises:
-        TypeError: a model whose output is not a tensor.
-        NotImplementedError: an operation without a forward derivative.
+        TypeError: the model's output is not a tensor.
+        NotImplementedError: an operation has no forward derivative.
     """
     check_whole(model, "The linearised network")
     parameters = {name: model.get_parameter(name).detach() for name in changes}
@@ -40,7 +40,7 @@ def linearised_outputs(
         torch.inference_mode(False), torch.no_grad(), full_float32(), plain_attention(),
     ):  # fmt: skip
         x = detached(x, device)
-        # Change by change: each is a forward pass with a tangent, which holds no graph.
+        # Change by change: each is a forward pass with a tangent, without a graph.
         outputs = []
         for change in zip(*changes.values(), strict=True):
             by_name = dict(zip(changes, change, strict=True))
