@@ -1,10 +1,9 @@
-"""The one way in which files are written and read back: whole, or not at all.
+"""Write and read files atomically: whole, or not at all.
 
-A file is written under a hidden name, forced to the disk, and renamed. So a process killed at any
-moment, and a machine that loses its power, leave either the old file or the new one. What may be
-damaged later carries a SHA-256 sum: a file of tensors its own, in its metadata (`write_tensors`,
-`read_tensors`); any other file in the record that names it (`write_file` returns it, `file_sum`
-computes it again).
+A file is written under a hidden name, forced to the disk, and renamed. So a killed process or a
+power failure leaves either the old file or the new one. A SHA-256 sum detects later damage. A file
+of tensors has its own sum, in its metadata (`write_tensors`, `read_tensors`). The sum of any other
+file is in the record that names it (`write_file` returns it, `file_sum` computes it again).
 """
 
 import errno
@@ -23,24 +22,24 @@ from safetensors.torch import save
 from torch import Tensor
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A full disk, a quota, a limit on the size of files."""
+"""Errors of a full disk, a quota, and a limit on the size of files."""
 PREFIX = ".partial-"
 OWN = "marglik"
-"""The one key of a file's metadata, of JSON: safetensors writes several in an order by chance."""
+"""The only key of a file's metadata, with JSON: safetensors writes several keys in random order."""
 
 
 class DiskFullError(OSError):
-    """A file has no room; what was there before is as it was."""
+    """Error for a file without room. An earlier file is unchanged."""
 
 
 def write_file(path: str | Path, content: bytes) -> str:
-    """Write a file atomically, with its folder; returns the SHA-256 sum of its content.
+    """Write a file atomically, with its folder; return the SHA-256 sum of its content.
 
     The sum is computed from ``content``, not from the file: another process may have replaced the
     file in between.
 
     Raises:
-        DiskFullError: there is no room; it names the bytes that are needed.
+        DiskFullError: there is no room; the message says how many bytes are needed.
         OSError: it cannot be written for another reason.
     """
     path = Path(path)
@@ -66,14 +65,14 @@ def write_file(path: str | Path, content: bytes) -> str:
 
 
 def temporary_path(path: Path) -> Path:
-    """The hidden name under which this thread writes a file before it gets its own name."""
+    """Return the hidden name under which this thread writes a file before the rename."""
     return path.with_name(f"{PREFIX}{os.getpid()}-{get_ident()}-{path.name}")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes have left half-written in a folder, but not in those below it.
+    """Remove incomplete files of killed processes in a folder, but not in its subfolders.
 
-    No other process may be writing there.
+    No other process may write there.
     """
     for path in [*folder.glob(f"{PREFIX}*-*-*")]:
         path.unlink(missing_ok=True)
@@ -82,14 +81,14 @@ def remove_leftovers(folder: Path) -> None:
 def write_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a safetensors file with a checksum atomically; returns the file's own SHA-256 sum.
+    """Write a safetensors file with a checksum atomically; return the file's own SHA-256 sum.
 
-    The checksum is that of all names, dtypes, shapes, values and metadata. It lies in the metadata,
-    so that any program that knows safetensors can still read the file.
+    The checksum covers all names, dtypes, shapes, values and metadata. It is a part of the
+    metadata, so any program that supports safetensors can read the file.
     """
     metadata = dict(metadata or {})
     header = {"checksum": _checksum(tensors, metadata), "metadata": metadata}
-    # safetensors' own save_file makes files that other users cannot read, whatever the umask is.
+    # safetensors' own save_file makes files that other users cannot read, for any umask.
     return write_file(path, save(dict(tensors), {OWN: json.dumps(header, sort_keys=True)}))
 
 
@@ -100,13 +99,13 @@ def read_tensors(
     kind: str = "tensors",
     of_others: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata that `write_tensors` wrote, once the checksum is verified.
+    """Return the tensors and metadata of `write_tensors`, after verifying the checksum.
 
     Args:
         path: the file.
-        device: where the tensors go.
-        kind: what the file holds, for errors.
-        of_others: also read files that other programs wrote, which have no checksum.
+        device: device of the tensors.
+        kind: content of the file, for errors.
+        of_others: also read files of other programs, which have no checksum.
 
     Raises:
         FileNotFoundError: no such file.
@@ -130,8 +129,9 @@ def read_tensors(
             raise _damaged(path, kind, "its checksum differs")
     elif not of_others:
         raise _damaged(path, kind, "it has no checksum")
-    # Copies: the tensors are views of the file in memory, which may change, at addresses that are
-    # not aligned. BLAS rounds differently there, and a loaded posterior would not be the same.
+    # Copies, because the tensors are views of the file in memory. The file may change, and its
+    # addresses are not aligned. BLAS rounds differently there, and a loaded posterior would not be
+    # the same.
     return {key: tensor.to(device, copy=True) for key, tensor in tensors.items()}, metadata
 
 
@@ -143,24 +143,24 @@ def _damaged(path: str | Path, kind: str, reason: str) -> ValueError:
 
 
 def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    names = sorted(tensors)  # a file keeps them in an order of its own
+    names = sorted(tensors)  # a file keeps them in its own order
     text = json.dumps([names, sorted(metadata.items())])
     return sha256((text + sha256_of_tensors(tensors[name] for name in names)).encode())
 
 
 def sha256(content: bytes) -> str:
-    """The SHA-256 sum in hexadecimal digits."""
+    """Return the SHA-256 sum in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def file_sum(path: Path) -> str:
-    """The SHA-256 sum of a file's content, as `write_file` returned it."""
+    """Return the SHA-256 sum of a file's content, as returned by `write_file`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_of_tensors(tensors: Iterable[Tensor]) -> str:
-    """The SHA-256 sum of tensors' dtypes, shapes and values, in hexadecimal digits."""
+    """Return the SHA-256 sum of tensors' dtypes, shapes and values, in hexadecimal digits."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -170,10 +170,10 @@ def sha256_of_tensors(tensors: Iterable[Tensor]) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON document of any origin.
+    """Return the value of a JSON document of any origin.
 
     Raises:
-        ValueError: not JSON, or with numbers or nesting that Python does not parse.
+        ValueError: not JSON, or numbers or nesting that Python does not parse.
     """
     try:
         return json.loads(text)  # integers of thousands of digits are a ValueError

@@ -1,7 +1,7 @@
-"""`kronecker_factors`: a pass over data, batches in, factors out.
+"""`kronecker_factors`: compute factors by a pass over data.
 
-`CurvaturePass` is the same for batches that come one by one. Both let a `Driver` run the model, and
-sum up what it sees in `FactorSums`.
+`CurvaturePass` does the same for single batches. Both use a `Driver` to run the model, and
+`FactorSums` to sum.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 
 
-@torch.inference_mode(False)  # gradients are needed, whatever the caller needs
+@torch.inference_mode(False)  # gradients are needed in any mode of the caller
 def kronecker_factors(
     model: nn.Module,
     data: Iterable[Any],
@@ -124,11 +124,11 @@ class CurvaturePass:
             model, likelihood, options, generator=generator, process_group=process_group,
             sink=FactorSums(options),
         )  # fmt: skip
-        # Wrong names of layers and factors that cannot fit are reported before any data is read.
+        # Report wrong names of layers, and factors that do not fit, before any data is read.
         check_memory(self.driver.proof.assignment, options, self.driver.device)
 
     def reset(self) -> None:
-        """Forget the batches seen so far, and any failure; what is proved stays proved."""
+        """Discard the batches so far, and any failure; the proof stays valid."""
         self.driver.start()
 
     def add(self, x: Any, y: Any) -> None:
@@ -146,14 +146,14 @@ class CurvaturePass:
         mc_samples: int | None = None,
         repeat_proof: bool = True,
     ) -> KroneckerFactors:
-        """The factors of some data at the model's present parameters; see `kronecker_factors`.
+        """Return the factors of data at the model's present parameters; see `kronecker_factors`.
 
-        A pass that is used again proves again, on two examples, only what other values of the
-        parameters can change, as long as the model's structure is the same. Without
-        ``repeat_proof`` it proves nothing then, for passes whose numbers a later one replaces that
-        proves all. ``likelihood`` is the same with other options, such as noises; the options
-        ``kfac_approx``, ``fisher`` and ``mc_samples`` say that another matrix is computed, of which
-        the same proof holds. All of these hold from now on.
+        A later pass proves again, on two examples, only facts that other values of the parameters
+        can change, if the model's structure is unchanged. Without ``repeat_proof`` it proves
+        nothing. This is for passes whose numbers a later pass with a proof replaces. ``likelihood``
+        is the same likelihood with other options, such as noises. The options ``kfac_approx``,
+        ``fisher`` and ``mc_samples`` select another matrix, for which the same proof holds. All of
+        these apply from now on.
         """
         driver = self.driver
         if likelihood is not None:
@@ -178,8 +178,8 @@ class CurvaturePass:
         The sums become the factors in place, and the next batch starts another pass.
         """
         driver = self.driver
-        # Over ranks first: means and scalings of single shards would weigh them by their sizes.
-        # Until then A is a sum over terms, too, and all sums of all ranks and batches just add.
+        # Sum over ranks first: means and scalings of single shards would weight them by their
+        # sizes. Until then A is a sum over terms, too, so all sums of all ranks and batches add up.
         sums = driver.finish(by_owners=True)
         if not sums.num_data:
             raise ValueError(

@@ -18,9 +18,9 @@ from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 
 HELD = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
-"""Bytes of output gradients to hold until several vectors' are squared together."""
+"""Bytes of output gradients to hold until the gradients of several vectors are squared together."""
 AT_ONCE = {"cpu": 32 * 2**20, "cuda": 2**30}
-"""Bytes of one layer's inputs and gradients to work on at once."""
+"""Bytes of one layer's inputs and gradients to process at once."""
 
 
 def corrected_factors(
@@ -71,7 +71,7 @@ def corrected_factors(
     """
     options = (factors.options if options is None else options).replace(**keywords)
     of_factors, of_correction = factors.options.of_the_matrix(), options.of_the_matrix()
-    # The mode decides only the basis, which is known.
+    # The mode affects only the basis, which is known.
     for name in of_factors.keys() - {"kfac_approx"}:
         if of_correction[name] != of_factors[name]:
             raise ValueError(
@@ -87,8 +87,8 @@ def corrected_factors(
         assignment=_inexact_layers(factors, model),
     )
     factors = factors.to(driver.device)
-    # The bases are those of the blocks that are corrected, whose layers have no exact rule, and of
-    # those that the proof may find to be a layer's.
+    # Bases for the blocks to correct, whose layers have no exact rule, and for parameters that the
+    # proof may assign to a layer.
     names = {name for t in driver.proof.assignment.all for name in t.parameters.values()}
     names |= driver.proof.assignment.unknown.keys()
     blocks = [block for name, block in factors.blocks.items() if name in names]
@@ -108,17 +108,17 @@ def corrected_factors(
                 "a generator). Correct factors before you multiply them by a weight, and correct "
                 "a sum of factors with all its data."
             )
-    # The eigenvectors stay those of B ⊗ A, the eigenvalues become the sums of squares.
+    # The eigenvectors of B ⊗ A stay, and the eigenvalues become the sums of squares.
     corrected = dict(factors.blocks)
     for name, moments in sums.others.items():
         block, eigen = corrected[name], replace(bases[name], corrected=moments)
-        B, A = block.factors["B"], block.factors.get("A")  # with their rows, and shared as before
+        B, A = block.factors["B"], block.factors.get("A")  # including rows and sharing
         corrected[name] = CorrectedBlock(name, B, A, block.num_terms, block.constants, eigen=eigen)
     return replace(factors, blocks=corrected)
 
 
 def _inexact_layers(factors: KroneckerFactors, model: nn.Module) -> RuleAssignment:
-    """The layers whose blocks are not exact."""
+    """Return the layers whose blocks are not exact."""
     blocks = factors.blocks
     assignment = assignment_of_blocks(model, {name: block.numel for name, block in blocks.items()})
     layers = [t for t in assignment.layers if not issubclass(t.rule, ExactRule)]
@@ -129,11 +129,11 @@ def _inexact_layers(factors: KroneckerFactors, model: nn.Module) -> RuleAssignme
 class SecondMoments(HeldGradients):
     """Σ_n Σ_v (Qᵀ g_nv)², the squared gradients of each block in the eigenbasis of its factors.
 
-    The gradients of several vectors are held and squared together, since the rotation of inputs
+    The gradients of several vectors are held and squared together, because the rotation of inputs
     into the basis costs as much for one vector as for several.
 
     Args:
-        bases: name -> the eigenbasis of the block.
+        bases: maps a name to the eigenbasis of the block.
         device: the device of the pass.
     """
 
@@ -154,7 +154,7 @@ class SecondMoments(HeldGradients):
         super().__init__(LayerGradients(assignment, spectra))
 
     def vector_done(self) -> None:
-        """Square what is held before the next vector would exceed the memory."""
+        """Square the held gradients before the next vector would exceed the memory."""
         super().vector_done()
         if self.nbytes * (1 + 1 / self.num_vectors) > self._memory:
             self._add_held()
@@ -165,12 +165,12 @@ class SecondMoments(HeldGradients):
         self.forget()
 
     def sums(self) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
-        """Parameter name -> Σ_n Σ_v (Qᵀ g_nv)², in the shape of the block's spectrum."""
+        """Return Σ_n Σ_v (Qᵀ g_nv)² by parameter name, in the shape of the block's spectrum."""
         return {}, {name: moments for name, (_, moments) in self.gradients.spectra.items()}
 
     def _add_held(self) -> None:
         """Square the held gradients of all layers, add them to the moments, and drop them."""
-        # Parameter by parameter: uses of a tied tensor are summed before they are squared, since an
-        # example's gradient is the sum over all of them.
+        # Parameter by parameter: sum uses of a tied tensor before squaring, because an example's
+        # gradient is the sum over all of them.
         for _, g in self.gradients.by_parameter(self.take(), self.uses, self._at_once):
             add_second_moments(g, self._product_bytes)

@@ -1,7 +1,7 @@
-"""The core needs torch, numpy, safetensors, tqdm and jaxtyping; the rest are extras.
+"""Import optional dependencies. The core needs torch, numpy, safetensors, tqdm and jaxtyping.
 
-`pip install 'marglik[all]'` brings all extras. What an extra brings is imported where it is used,
-inside `extra`, so that its absence is one line that says how to install it.
+`pip install 'marglik[all]'` installs all extras. Packages of an extra are imported where they are
+used, inside `extra`. If one is missing, a one-line error says how to install it.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Around imports that ``pip install 'marglik[name]'`` makes possible.
+    """Context around imports that need ``pip install 'marglik[name]'``.
 
     Raises:
-        ModuleNotFoundError: a package that is not installed.
+        ModuleNotFoundError: a package is not installed.
     """
     try:
         yield

@@ -97,8 +97,8 @@ def factor_gradients(
 class FactorDerivatives:
     """`factor_gradients` of several parts of the data, one after the other, with one proof.
 
-    Arguments are those of `factor_gradients`, and ``outputs``: where the outputs and targets of
-    this rank's data go, on the CPU, if they are wanted.
+    The arguments are those of `factor_gradients`, and ``outputs``: an optional list that receives
+    the outputs and targets of this rank's data, on the CPU.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class FactorDerivatives:
         self._sink.outputs = outputs
 
     def gradients(self, data: Iterable[Any], progress: bool = False) -> list[Tensor]:
-        """The gradient over some data, scaled to the factors' data."""
+        """Return the gradient over some data, scaled to the factors' data."""
         driver = self._driver
         driver.start(self._sink)
-        # The proof looks at how outputs depend on layers alone.
+        # The proof only concerns the dependence of outputs on layers.
         with _requiring(self._tensors, False):
             driver.add_all(data, "Gradient of the factors", progress)
         sums = driver.finish()
@@ -149,17 +149,17 @@ class FactorDerivatives:
 
 
 class PairedRows(FactorSums):
-    """Differentiates Σ ⟨G, x xᵀ⟩ over all rows x that `FactorSums` would sum up.
+    """Differentiate Σ ⟨G, x xᵀ⟩ over all rows x that `FactorSums` would sum.
 
-    The blocks of parameters without a rule are held fixed.
+    The blocks of parameters without a rule are fixed.
 
     Args:
-        tensors: in which the gradient is asked for.
-        factors: of which F is a function.
+        tensors: the tensors of the gradient.
+        factors: the arguments of F.
         of_factors: G.
         of_loss: c.
-        likelihood: of the targets.
-        options: of the pass.
+        likelihood: likelihood of the targets.
+        options: options of the pass.
     """
 
     differentiable = True
@@ -180,11 +180,11 @@ class PairedRows(FactorSums):
         self._of_loss, self._likelihood = of_loss, likelihood
 
     def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
-        """Make the rules, whose sums become scalars."""
+        """Make the rules, with scalars instead of sums."""
         super().start(assignment, kfac_approx)
         self._gradients = [torch.zeros_like(tensor) for tensor in self._tensors]
         self._scalars: list[Tensor] = []
-        # A weight and its bias have each a derivative G_B, so that they cannot share one sum.
+        # A weight and its bias have separate derivatives G_B, so they cannot share one sum.
         for rule in self.rules.values():
             rule.separate()
         weights: dict[FactorSum, Tensor] = {}
@@ -213,8 +213,8 @@ class PairedRows(FactorSums):
                 if rule.transposed and local != "bias":
                     rows, columns = columns, rows
                 weights |= {rows: of_B, columns: of_A / max(terms, 1)}
-        # Rules choose the rows x as in any pass. In the place of Σ x xᵀ each row is paired with G
-        # at once, while its graph still lives.
+        # Rules choose the rows x as in any pass. Instead of Σ x xᵀ, each row is paired with G at
+        # once, while its graph still exists.
         for rule in self.rules.values():
             for total in (*rule.A.values(), *rule.B.values()):
                 moves = self.differentiable or total in rule.B.values()
@@ -223,14 +223,17 @@ class PairedRows(FactorSums):
 
     @contextmanager
     def around_batch(self) -> Iterator[None]:
-        """The tensors require a gradient, and no attention is fused, which has one derivative."""
+        """Return a context in which the tensors require a gradient, and no attention is fused.
+
+        Fused attention has only one derivative.
+        """
         with _requiring(self._tensors, True), plain_attention():
             yield
 
     def batch_done(self, f: Tensor, y: Tensor) -> None:
         """Differentiate a part's inner products, as one number in one backward pass.
 
-        With the end of the part the graph goes, so that memory holds one part's.
+        The graph is dropped after each part, so that memory holds one part's.
         """
         value = self._of_loss * loss_sum(f, y, self._likelihood)
         value = torch.stack([value.double(), *(s.double() for s in self._scalars)]).sum()
@@ -259,21 +262,21 @@ class PairedRows(FactorSums):
                 total += gradient
 
     def sums(self) -> tuple[dict[str, list[BlockSums]], dict[str, Tensor]]:
-        """The gradients, by the tensors' numbers."""
+        """Return the gradients by the tensors' numbers."""
         return {}, {str(k): gradient for k, gradient in enumerate(self._gradients)}
 
 
 class PairedVectors(PairedRows):
-    """The same of the likelihood's parameters, by vectors on both sides of each, see the module."""
+    """Differentiate in the likelihood's parameters, by vectors on both sides; see the module."""
 
     differentiable = False
     _moved = 0, 0, 1.0
-    """Of the present vector: the tensor, the number's place in it, and what its q counts, ±1/size
-    for v' times size."""
+    """Data of the present vector: the tensor, the index in it, and the factor of its q, ±1/size for
+    v' times size."""
 
     @contextmanager
     def around_batch(self) -> Iterator[None]:
-        """The parameters require a gradient."""
+        """Return a context in which the parameters require a gradient."""
         with _requiring(self._tensors, required=True):
             yield
 
@@ -281,25 +284,26 @@ class PairedVectors(PairedRows):
     def vectors(
         self, of_fisher: Callable[[Tensor, Tensor], Iterator[Tensor]], f: Tensor, y: Tensor
     ) -> Iterator[Tensor]:
-        """For each vector v and each number ξ of the likelihood's: v + ∂v/∂ξ and v − ∂v/∂ξ."""
-        # Vectors with a graph: drawn labels, of which ξ's derivative is not known, have none.
+        """Yield v + ∂v/∂ξ and v − ∂v/∂ξ for each vector v and each number ξ of the likelihood."""
+        # Only vectors with a graph: drawn labels have none, and no known derivative in ξ.
         for v in of_fisher(f.detach().requires_grad_(), y):
             for which, xi in enumerate(self._tensors):
-                # ⟨u, v⟩ is linear in u: its derivative in ξ, differentiated in u, is ∂v/∂ξ.
+                # ⟨u, v⟩ is linear in u. Its derivative in ξ, differentiated in u, is ∂v/∂ξ.
                 u = torch.zeros_like(v, requires_grad=True)
                 (slopes,) = torch.autograd.grad(v, xi, u, create_graph=True, allow_unused=True)
                 for entry, slope in enumerate(() if slopes is None else slopes.flatten()):
                     (step,) = torch.autograd.grad(slope, u, retain_graph=True)
                     if not step.any() or not v.any():
                         continue
-                    # As long as v, or q(v + v') and q(v − v') would share most of their digits.
+                    # Scale it to the length of v: otherwise q(v + v') and q(v − v') share most of
+                    # their digits.
                     size = float(v.detach().norm() / step.norm())
                     for sign in (size, -size):
                         self._moved = which, entry, 1 / sign
                         yield v.detach() + sign * step
 
     def vector_done(self) -> None:
-        """Add half of a vector's quadratic form q to a number's derivative, or take it away."""
+        """Add half of a vector's quadratic form q to a number's derivative, or subtract it."""
         super().vector_done()
         for scalar in self._scalars:
             which, entry, weight = self._moved
@@ -314,7 +318,7 @@ class PairedVectors(PairedRows):
 
 @contextmanager
 def _requiring(tensors: Sequence[Tensor], required: bool) -> Iterator[None]:
-    """A context in which tensors require a gradient, or do not."""
+    """Context in which tensors require a gradient, or do not."""
     before = [tensor.requires_grad for tensor in tensors]
     try:
         for tensor in tensors:
@@ -326,13 +330,13 @@ def _requiring(tensors: Sequence[Tensor], required: bool) -> Iterator[None]:
 
 
 class _Paired(Gram):
-    """In place of a Gram matrix Σ x xᵀ: its inner product with a matrix G, with its graph.
+    """Inner product of a Gram matrix Σ x xᵀ with a matrix G, with its graph.
 
     Args:
         gram: the Gram matrix, for its sizes.
         weight: G, (groups, d, d) or (d, d) for all groups; None leaves it out.
-        scalars: where the inner products of rows that are added go.
-        differentiable: whether rows that depend on nothing do not count.
+        scalars: receives the inner products of added rows.
+        differentiable: whether to ignore rows without a graph.
     """
 
     def __init__(
@@ -348,12 +352,12 @@ class _Paired(Gram):
             return
         rows = self.entries(rows)
         weight = self._weight.to(rows)
-        if len(rows) != self.groups:  # a diagonal, each entry of the rows a group
+        if len(rows) != self.groups:  # a diagonal, with a group per entry
             paired = rows.square() * weight.flatten()
         else:
             paired = (rows @ weight) * rows
         self._scalars.append(paired.sum())
 
     def total(self) -> Tensor:
-        """Zeros: nothing is summed up."""
+        """Return zeros, because nothing is summed."""
         return self.zeros()

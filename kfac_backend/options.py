@@ -76,11 +76,11 @@ class TargetOptions(Options):
 
     def __post_init__(self) -> None:
         check_option("shift_labels", self.shift_labels, Literal[True, False, "auto"])
-        if isinstance(self.dict_key_x, list):  # as JSON has it
+        if isinstance(self.dict_key_x, list):  # JSON has lists instead of tuples
             object.__setattr__(self, "dict_key_x", tuple(self.dict_key_x))
 
     def check(self, likelihood: Likelihood) -> None:
-        """Raise a ValueError unless the options are for this likelihood."""
+        """Raise a ValueError unless the options fit this likelihood."""
         if likelihood.has_labels:
             return
         if self.ignore_index is not None:
@@ -174,14 +174,14 @@ class PassOptions(Options):
             )
 
     def make_fisher(self) -> Fisher:
-        """The object that ``fisher`` names."""
+        """Return the object that ``fisher`` names."""
         return Fisher.by_name[self.fisher](self.mc_samples)
 
     def of_the_matrix(self) -> dict[str, Any]:
-        """The options that decide which matrix a pass computes or estimates, by name.
+        """Options that decide which matrix a pass computes or estimates, by name.
 
-        Factors add up only where these agree. The others say how it is computed, how well
-        (``mc_samples``), or how batches give their targets.
+        Factors can be added only if these agree. The other options determine how it is computed,
+        with which noise (``mc_samples``), or how batches give their targets.
         """
         names = ("kfac_approx", "fisher", "diagonal_above", "expand_scaling")
         return {name: getattr(self, name) for name in names}
@@ -203,7 +203,7 @@ class CurvatureOptions(PassOptions, TargetOptions):
         TargetOptions.__post_init__(self)
 
     def to_json(self) -> dict[str, Any]:
-        """The options but ``batch`` as plain data, which ``CurvatureOptions(**data)`` reads."""
+        """Return the options except ``batch`` as plain data, for ``CurvatureOptions(**data)``."""
         return {name: value for name, value in asdict(self).items() if name != "batch"}
 
 
@@ -224,14 +224,14 @@ def check_positive(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r} is not supported. Pass a number or a tensor.") from None
     right = numbers.isfinite() & (numbers > 0)
     if not right.all():
-        # The number as the user gave it, -3 and not -3.0.
+        # Print the number as the user passed it, -3 and not -3.0.
         wrong = value if isinstance(value, (int, float)) else numbers[~right][0].item()
         needed = "positive" if math.isfinite(wrong) else "positive and finite"
         raise ValueError(f"{name} must be {needed}, not {wrong}.")
 
 
 def check_keys(owner: str, state: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Raise a ValueError that names the entries which a state to be loaded lacks."""
+    """Raise a ValueError that names the entries that a state lacks."""
     missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(
@@ -241,10 +241,10 @@ def check_keys(owner: str, state: Mapping[str, Any], keys: Iterable[str]) -> Non
 
 
 def modes_of_layers(kfac_approx: KfacApprox, names: Iterable[str]) -> dict[str, Mode]:
-    """Each layer's mode; the first pattern that fits its name counts.
+    """Return each layer's mode; the first pattern that matches its name applies.
 
     Raises:
-        ValueError: a layer that no pattern fits, a pattern that fits no layer.
+        ValueError: a layer without a matching pattern, or a pattern without a layer.
     """
     names = list(names)
     if not isinstance(kfac_approx, Mapping):

@@ -1,7 +1,8 @@
-"""The arithmetic of float32 products: full precision, or TF32 or bfloat16 in backward passes.
+"""Set the precision of float32 products: full, or TF32 or bfloat16 in backward passes.
 
-TF32 keeps ten bits of mantissa and bfloat16 seven, too few for a Gram matrix, whose small
-eigenvalues are differences of large numbers. A backward pass bears it: its errors average out.
+TF32 keeps ten bits of mantissa and bfloat16 seven. This is too few for a Gram matrix, whose small
+eigenvalues are differences of large numbers. It suffices for a backward pass, whose errors average
+out.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +18,12 @@ BackwardPrecision = Literal["float32", "tf32", "bf16"]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """The tensor in float32, unless it is in float64: sums in half precision lose too much."""
+    """Return the tensor at least in float32, because sums in half precision lose too much."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[None]:
-    """Multiply float32 in the backward passes' precision."""
+    """Return a context that multiplies float32 in the backward passes' precision."""
     if precision == "float32":
         return nullcontext()
     cpu, gpu = ("bf16", "ieee") if precision == "bf16" else ("ieee", "tf32")
@@ -31,15 +32,15 @@ def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[
 
 @dataclass
 class Arithmetic:
-    """How a pass computes: backward passes in a precision, sums in float32 in full.
+    """Arithmetic of a pass: backward passes in a given precision, sums in full float32.
 
     Raises:
-        ValueError: a precision that the device does not support.
+        ValueError: the device does not support the precision.
     """
 
     device: torch.device
     precision: BackwardPrecision
-    """Of the backward passes."""
+    """Precision of the backward passes."""
 
     def __post_init__(self) -> None:
         supported = {"cpu": ("float32", "bf16"), "cuda": ("float32", "tf32")}
@@ -53,12 +54,12 @@ class Arithmetic:
         self.of_backward: Callable[[], AbstractContextManager[None]] = (
             nullcontext if is_full else partial(backward_arithmetic, self.precision)
         )
-        """Makes the context of a backward pass."""
+        """Factory of the context of a backward pass."""
 
     def of_sums(self, in_training: bool) -> AbstractContextManager[object]:
-        """The context of a sink's work: float32 in full precision, without autocast.
+        """Return the context of a sink's work: float32 in full precision, without autocast.
 
-        In a training's own forward and backward pass also without gradients.
+        In a training's own forward and backward pass it also disables gradients.
         """
         is_full = not in_training and self.precision == "float32"
         if is_full and not torch.is_autocast_enabled(self.device.type):
@@ -73,7 +74,7 @@ class Arithmetic:
 
 @cache
 def _backends() -> list[Any]:
-    # Asking for a GPU takes a millisecond, more than a small layer's whole pass.
+    # Testing for a GPU takes a millisecond, more than a small layer's whole pass.
     mkldnn: Any = torch.backends.mkldnn  # its stubs, and cuDNN's, lack single operators
     cudnn: Any = torch.backends.cudnn
     cpu = [mkldnn.conv, mkldnn.matmul]
@@ -82,7 +83,7 @@ def _backends() -> list[Any]:
 
 @contextmanager
 def _products_in(*precisions: str) -> Iterator[None]:
-    """A context in which the backends have these precisions; without a GPU, two are left over."""
+    """Context in which the backends have these precisions; without a GPU two are ignored."""
     before = [backend.fp32_precision for backend in _backends()]
     try:
         for backend, precision in zip(_backends(), precisions, strict=False):
@@ -94,4 +95,4 @@ def _products_in(*precisions: str) -> Iterator[None]:
 
 
 full_float32 = partial(_products_in, "ieee", "ieee", "ieee", "ieee")
-"""A context that multiplies float32 in full precision, whatever the user has set."""
+"""Context that multiplies float32 in full precision, for any user setting."""

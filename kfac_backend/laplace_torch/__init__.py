@@ -1,1 +1,1 @@
-"""Adapters for laplace-torch; the only room of this package that imports it."""
+"""Adapters for laplace-torch. Only this folder of the package imports it."""

@@ -17,7 +17,7 @@ from kfac_backend.sharding import check_whole
 
 
 class KfacInterface(laplace.curvature.CurvatureInterface):
-    """`kron` by `CurvaturePass`; all other methods are inherited from laplace-torch.
+    """Base class of backends: `kron` by `CurvaturePass`, other methods from laplace-torch.
 
     Args:
         model: the network, or laplace-torch's feature extractor around it.
@@ -60,7 +60,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
         )
         self.generator = generator
         self.ranks = Ranks(process_group)
-        """The ranks that have a shard of each batch."""
+        """Ranks that have a shard of each batch."""
         fisher = "empirical"
         if isinstance(self, laplace.curvature.GGNInterface):
             fisher = "mc" if self.stochastic else "exact"
@@ -69,7 +69,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
             fisher=fisher,
             mc_samples=getattr(self, "num_samples", 1),
         )
-        """The options of `kron`."""
+        """Options of `kron`."""
 
     def kron(  # pyright: ignore[reportIncompatibleMethodOverride]  # has no other keywords
         self, x: Tensor | MutableMapping[str, Any], y: Tensor, N: int
@@ -99,12 +99,12 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
 
     @property
     def _layers(self) -> nn.Module:
-        """The model, or its last layer alone."""
+        """Return the model, or its last layer alone."""
         return self.model.last_layer if self.last_layer else self.model  # pyright: ignore
 
     @cached_property
     def _pass(self) -> CurvaturePass:
-        # Kept for all batches, since its proof is made only once.
+        # Kept for all batches, because its proof is made only once.
         return CurvaturePass(
             self._layers,
             self._likelihood,
@@ -155,7 +155,7 @@ class KfacEF(KfacInterface, laplace.curvature.EFInterface):  # pyright: ignore[r
 
 
 def _check_sum(factors: KroneckerFactors, N: int) -> None:
-    """Raise a NotImplementedError unless the batches' factors can be added up."""
+    """Raise a NotImplementedError unless the batches' factors can be added."""
     tied = [n for n, b in factors.blocks.items() if b.A is not None and b.num_terms is None]
     if tied and factors.num_data != N:
         raise NotImplementedError(

@@ -1,9 +1,9 @@
-"""laplace-torch's containers of curvature, with our blocks inside.
+"""laplace-torch's containers of curvature, with blocks of this package inside.
 
-laplace-torch holds the curvature as a `Kron`, a list of factors [B, A] or [B] in the order of the
+laplace-torch stores the curvature as a `Kron`, a list of factors [B, A] or [B] in the order of the
 trainable parameters. It adds the batches' Krons, and decomposes the sum into a `KronDecomposed`.
-`FactorKron` and `EigenKron` replace these classes: they support grouped convolutions, use our
-eigendecomposition (laplace-torch's ends the process where it fails), keep ``damping`` in sums, and
+`FactorKron` and `EigenKron` replace these classes. They support grouped convolutions, use our
+eigendecomposition (laplace-torch's ends the process if it fails), keep ``damping`` in sums, and
 give the noise its full gradient.
 """
 
@@ -46,7 +46,7 @@ class FactorKron(Kron):
 
     @classmethod
     def from_factors(cls, factors: KroneckerFactors, dtype: torch.dtype) -> "FactorKron":
-        """A Kron of these factors in a dtype, but in float32 at least."""
+        """Return a Kron of these factors in a dtype, at least in float32."""
         dtype = torch.promote_types(dtype, torch.float32)
         kfacs = [
             [F.matrix.to(dtype=dtype) for F in block.factors.values()]
@@ -56,7 +56,7 @@ class FactorKron(Kron):
 
     @property
     def blocks(self) -> list[KroneckerBlock]:
-        """A `KroneckerBlock` for each entry of ``kfacs``."""
+        """Return a `KroneckerBlock` for each entry of ``kfacs``."""
         factor = cache(Factor)  # one for the tensor that a weight and its bias share
         return [
             KroneckerBlock(
@@ -66,31 +66,30 @@ class FactorKron(Kron):
         ]
 
     def __add__(self, other: Kron) -> "FactorKron":
-        """The sum with another Kron of this model, or with laplace-torch's initial zeros."""
+        """Return the sum with another Kron of this model, or with laplace-torch's initial zeros."""
         kfacs, others = self.kfacs, cast(list[list[Tensor]], other.kfacs)
         are_zeros = len(other) == len(self) and not any(F.any() for Fs in others for F in Fs)
         if are_zeros and not isinstance(other, FactorKron):
             return self
-        # Another Kron that is not zero may be our factors as laplace-torch's load_state_dict reads
-        # them.
+        # Another nonzero Kron may contain our factors, loaded by laplace-torch's load_state_dict.
         if [[F.shape for F in Fs] for Fs in others] != [[F.shape for F in Fs] for Fs in kfacs]:
             raise ValueError("Can only add curvature from the same backend and model.")
         pairs = (zip(*both, strict=True) for both in zip(kfacs, others, strict=True))
         return FactorKron([[F + G for F, G in pair] for pair in pairs], self.names, self.constants)
 
-    # Python asks a subclass's __radd__ before the base's __add__: zeros + batch arrives here.
+    # Python calls a subclass's __radd__ before the base's __add__, so zeros + batch arrives here.
     __radd__ = __add__
 
     def __mul__(self, scalar: float | Tensor) -> "FactorKron":
-        """The curvature times a scalar, spread evenly over a block's factors."""
-        # laplace-torch detaches the scalar, so that the gradient of its noise lacks a part.
+        """Return the curvature times a scalar, spread evenly over a block's factors."""
+        # laplace-torch detaches the scalar, so the gradient of its noise lacks a part.
         scaled = [[F * scalar ** (1 / len(Fs)) for F in Fs] for Fs in self.kfacs]
         return FactorKron(scaled, self.names, self.constants)
 
     __rmul__ = __mul__
 
     def decompose(self, damping: bool = False) -> "EigenKron":
-        """Eigenvalues and eigenvectors of every factor, computed when they are needed."""
+        """Return eigenvalues and eigenvectors of every factor, computed on first use."""
         return EigenKron(_Decomposition(self.blocks), damping=damping)
 
     def _bmm(self, W: Tensor) -> Tensor:
@@ -99,28 +98,28 @@ class FactorKron(Kron):
         return torch.cat(products, dim=-1)
 
     def logdet(self) -> Tensor:
-        """Log det of the curvature without a prior; −∞ where it is singular."""
+        """Return log det of the curvature without a prior; −∞ if it is singular."""
         return torch.stack([b.eigenvalues().log().sum() for b in self.blocks]).sum()
 
     def to_matrix(self) -> Tensor:
-        """The dense (P, P) matrix; for tests."""
+        """Return the dense (P, P) matrix; for tests."""
         return torch.block_diag(*(block.to_dense() for block in self.blocks))
 
 
 class _Decomposition:
-    """The spectra of some blocks, computed when first used, for `EigenKron`s of any scale and δ."""
+    """Spectra of some blocks, computed on first use, for `EigenKron`s of any scale and δ."""
 
     def __init__(self, blocks: list[KroneckerBlock]) -> None:
         self.blocks = blocks
 
     @cached_property
     def spectra(self) -> Spectra:
-        """The blocks' eigenvalues, without eigenvectors."""
+        """Eigenvalues of the blocks, without eigenvectors."""
         return Spectra.of(self.blocks)
 
     @cached_property
     def eigen(self) -> list[EigenBlock]:
-        """The blocks' eigenvalues and eigenvectors."""
+        """Eigenvalues and eigenvectors of the blocks."""
         return decompose(self.blocks)
 
 
@@ -137,7 +136,7 @@ class EigenKron(KronDecomposed):
         damping: bool = False,
         scale: Tensor | float = 1.0,
     ) -> None:
-        # Not super().__init__, which would need the eigenvectors at once.
+        # Not super().__init__, which would compute the eigenvectors at once.
         self._decomposition = decomposition
         if deltas is None:
             B = decomposition.blocks[0].B
@@ -151,7 +150,7 @@ class EigenKron(KronDecomposed):
 
     @property
     def blocks(self) -> list[EigenBlock]:
-        """The scaled blocks, without δ."""
+        """Scaled blocks, without δ."""
         return [eigen.scale(self.scale) for eigen in self._decomposition.eigen]
 
     @property
@@ -165,20 +164,20 @@ class EigenKron(KronDecomposed):
         return [[Q for Q in (b.Q_B, b.Q_A) if Q is not None] for b in self.blocks]
 
     def __add__(self, deltas: Tensor) -> "EigenKron":
-        """The blocks + δ, a scalar or one per block."""
+        """Return the blocks + δ, a scalar or one per block."""
         self._check_deltas(deltas)
         return EigenKron(self._decomposition, self.deltas + deltas, self.damping, self.scale)
 
     __radd__ = __add__
 
     def __mul__(self, scalar: Tensor | float) -> "EigenKron":
-        """The blocks times a scalar, differentiable in it; δ stays."""
+        """Return the blocks times a scalar, differentiable in it; δ is unchanged."""
         return EigenKron(self._decomposition, self.deltas, self.damping, self.scale * scalar)
 
     __rmul__ = __mul__
 
     def spectra(self) -> list[tuple[EigenBlock, Tensor]]:
-        """Each scaled block's eigenvectors, and the eigenvalues of it + δ in their basis."""
+        """Return each scaled block's eigenvectors, and its eigenvalues + δ in their basis."""
         deltas = self.deltas.expand(len(self))
         return [
             (block, block.spectrum(delta, self.damping))
@@ -186,7 +185,7 @@ class EigenKron(KronDecomposed):
         ]
 
     def logdet(self) -> Tensor:
-        """Σ log(βα + δ), differentiable in δ and in a scalar that multiplied the blocks."""
+        """Return Σ log(βα + δ), differentiable in δ and in a scalar factor of the blocks."""
         # log det(s·H + δ) = log det(1 + s/δ · H) + P log δ, from eigenvalues alone.
         delta = self.deltas.double().expand(len(self))
         if not self.damping and (delta > 0).all():
@@ -208,11 +207,11 @@ class EigenKron(KronDecomposed):
         return torch.cat(products, dim=-1)
 
     def diag(self, exponent: float = 1) -> Tensor:
-        """The diagonal (P,) of (H + δ) ** exponent."""
+        """Return the diagonal (P,) of (H + δ) ** exponent."""
         return torch.cat([block.diagonal(s, exponent) for block, s in self.spectra()])
 
     def to_matrix(self, exponent: float = 1) -> Tensor:
-        """(H + δ) ** exponent as a dense (P, P) matrix; for tests."""
+        """Return (H + δ) ** exponent as a dense (P, P) matrix; for tests."""
         blocks = []
         for block, spectrum in self.spectra():
             identity = torch.eye(block.numel, device=spectrum.device, dtype=spectrum.dtype)

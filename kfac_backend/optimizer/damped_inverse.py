@@ -1,4 +1,4 @@
-"""(F + damping)⁻¹ g, the preconditioned gradient of a block F = B ⊗ A, and the KL clip.
+"""Compute (F + damping)⁻¹ g, the preconditioned gradient of a block F = B ⊗ A, and the KL clip.
 
 F is the block of the mean loss: A is a mean over its terms, and B a mean over the batch's loss
 terms. A gradient G has the shape of its parameter, here (d_out, d_in); vec flattens it row by row.
@@ -44,24 +44,24 @@ def damped_inverses(
     damping_on: DampingOn,
     once: bool = False,
 ) -> list[Inverse]:
-    """(F + damping)⁻¹ of blocks of the mean loss, for `precondition`.
+    """Compute (F + damping)⁻¹ of blocks of the mean loss, for `precondition`.
 
-    A GPU is waited for twice, whatever the number of blocks is, if damping is on the factors.
+    With damping on the factors it waits for a GPU twice, for any number of blocks.
 
     Args:
         blocks: F = B ⊗ A each, or B alone, to which λ itself is added.
         dampings: λ > 0 of each.
         damping_on: see `PreconditionerOptions`.
-        once: whether they will be used for one gradient only. With damping on the factors no
-            inverse is computed then.
+        once: whether they are used for one gradient only. With damping on the factors no inverse is
+            computed then.
 
     Raises:
-        FloatingPointError: a factor that is not finite.
+        FloatingPointError: a factor is not finite.
     """
     if not blocks:
         return []
     factors = {name: F.matrix for block in blocks for F, name in block.named_factors()}
-    # The sum is enough, and takes a tenth of the time of testing each entry.
+    # The sum suffices, in a tenth of the time of testing each entry.
     sums = torch.stack([F.sum().float() for F in factors.values()])
     if not sums.isfinite().all():
         wrong = next(
@@ -69,25 +69,25 @@ def damped_inverses(
         )
         raise diverging(f"The curvature factor of '{wrong}'")
 
-    # The largest first: as the last one it would leave the other cores of a CPU idle.
+    # The largest first, because as the last one it would leave the other cores of a CPU idle.
     order = sorted(range(len(blocks)), key=lambda i: -blocks[i].cost)
     on_each: Any = map_on_cores if blocks[0].B.device.type == "cpu" else map
 
-    # On the product: exact, at the price of eigenvectors.
+    # On the product: exact, at the cost of eigenvectors.
     if damping_on == "product":
         return [_of_product(*of_one) for of_one in zip(decompose(blocks), dampings, strict=True)]
 
-    # Step 1: Cholesky's roots of the damped factors.
+    # Step 1: Cholesky roots of the damped factors.
     pairs = ((blocks[i], dampings[i]) for i in order)
     roots = dict(zip(order, on_each(lambda pair: _decomposed(*pair), pairs), strict=True))
-    # Step 2: roots that could not be taken, in another way. One question for all of them.
+    # Step 2: compute failed roots in another way. Read all failures at once.
     flags = [flag.reshape(-1) for _, failed in roots.values() for flag in failed]
     if flags and torch.cat(flags).any():
         for i, (_, failed) in roots.items():
             if any(flag.any() for flag in failed):
                 roots[i] = _decomposed(blocks[i], dampings[i], clip=True)
     inverses = {i: inverse for i, (inverse, _) in roots.items()}
-    # Step 3: what is used several times is inverted.
+    # Step 3: invert roots that are used several times.
     if not once:
 
         def invert(i: int) -> Inverse:
@@ -98,7 +98,7 @@ def damped_inverses(
 
 
 def _of_product(eigen: EigenBlock, damping: float) -> Inverse:
-    """Eigenvectors, and the damped eigenvalues."""
+    """Return eigenvectors, and the damped eigenvalues."""
     spectrum = eigen.spectrum(damping)
     if eigen.Q_A is None:
         spectrum = spectrum.expand(*eigen.beta.shape, 1)
@@ -108,10 +108,10 @@ def _of_product(eigen: EigenBlock, damping: float) -> Inverse:
 def _decomposed(
     block: KroneckerBlock, damping: float, clip: bool = False
 ) -> tuple[Inverse, list[Tensor]]:
-    """Roots of the damped factors, and where Cholesky's failed, of which ``clip`` takes care."""
+    """Return roots of the damped factors, and where Cholesky failed; ``clip`` handles failures."""
     B, A = block.B, block.A
-    # Both factors share the damping so that each has the same relative one: π balances their scales
-    # (Martens & Grosse 2015, section 6.3).
+    # Both factors get the same relative damping: π balances their scales (Martens & Grosse 2015,
+    # section 6.3).
     pi = 1.0 if A is None else _balance(B, A)
     if any(block.constants):  # d_out without constants
         pi = pi * (block.num_parameters / block.numel) ** 0.5
@@ -123,7 +123,7 @@ def _decomposed(
 
 
 def empty_inverse(block: KroneckerBlock, damping_on: DampingOn, once: bool = False) -> Inverse:
-    """The shapes of a result of `damped_inverses` that another rank has, without memory."""
+    """Return the shapes of a result of `damped_inverses` on another rank, without memory."""
     B, A = (None if F is None else torch.empty_like(F, device="meta") for F in (block.B, block.A))
     assert B is not None
     if damping_on == "product":
@@ -133,10 +133,10 @@ def empty_inverse(block: KroneckerBlock, damping_on: DampingOn, once: bool = Fal
 
 
 def precondition(inverses: Sequence[Inverse], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """(F + damping)⁻¹ G for each block's gradient G, in the shape and dtype of G.
+    """Return (F + damping)⁻¹ G for each block's gradient G, in the shape and dtype of G.
 
-    Blocks of one number each, as those of Fixup's scalars, are taken together: for a GPU the work
-    on each is less than its start.
+    Blocks with a single entry, such as Fixup's scalars, are computed together, because on a GPU the
+    work on each takes less time than its start.
     """
     numbers = [i for i, inverse in enumerate(inverses) if _is_number(inverse)]
     by_index: dict[int, Tensor] = {}
@@ -152,19 +152,19 @@ def precondition(inverses: Sequence[Inverse], gradients: Sequence[Tensor]) -> li
 
 
 def _is_number(inverse: Inverse) -> bool:
-    """Whether it is of a block of one number, without A."""
+    """Return whether the inverse belongs to a block of a single entry, without A."""
     return not inverse.keys() & {"A", "L_A", "Q_A"} and all(
         t.numel() == 1 for t in inverse.values()
     )
 
 
 def _precondition(inverse: Inverse, G: Tensor) -> Tensor:
-    """(F + damping)⁻¹ G of one block."""
+    """Return (F + damping)⁻¹ G of one block."""
     B, A = (next((inverse[n] for n in names if n in inverse), None) for names in _NAMES)
     assert B is not None
     columns = 1 if A is None else A.shape[-1]
     V = G.reshape(*B.shape[:-1], columns).to(B.dtype)  # (d_out, d_in) or (G, d_out, d_in)
-    # Into the eigenbasis, divided by the damped eigenvalues, and back.
+    # Transform to the eigenbasis, divide by the damped eigenvalues, and transform back.
     if "spectrum" in inverse:
         V = _times(B.mT, V, A) / inverse["spectrum"]
         V = _times(B, V, None if A is None else A.mT)
@@ -177,7 +177,7 @@ def _precondition(inverse: Inverse, G: Tensor) -> Tensor:
 
 
 def diverging(quantity: str) -> FloatingPointError:
-    """The error for something that is not finite in a step of training."""
+    """Return the error for a quantity of a training step that is not finite."""
     return FloatingPointError(
         f"{quantity} is not finite: the training diverges. Lower the learning rate, raise the "
         "damping, warm the learning rate up, or set kl_clip."
@@ -185,7 +185,7 @@ def diverging(quantity: str) -> FloatingPointError:
 
 
 def kl_clip_factor(inner_products: Tensor, learning_rate: float, kl_limit: float) -> Tensor:
-    """min(1, √(κ / (η² Σ⟨p̂, g⟩))), so that a step changes the predictions by about κ nats at most.
+    """Return min(1, √(κ / (η² Σ⟨p̂, g⟩))), which bounds the change of predictions at about κ nats.
 
     Source: Ba, Grosse & Martens 2017, section 5.
 
@@ -199,9 +199,9 @@ def kl_clip_factor(inner_products: Tensor, learning_rate: float, kl_limit: float
 
 
 def _balance(B: Tensor, A: Tensor) -> Tensor:
-    """π = √((tr A/d_in) / (tr B/d_out)), (G, 1, 1) for groups; 1 where a factor is zero.
+    """Return π = √((tr A/d_in) / (tr B/d_out)), (G, 1, 1) for groups; 1 if a factor is zero.
 
-    Groups that share one A also share its damping, so that π uses the mean of tr B over groups.
+    Groups that share one A also share its damping, so π uses the mean of tr B over groups.
     """
     of_A, of_B = (F.diagonal(dim1=-2, dim2=-1).mean(-1) for F in (A, B))
     if of_B.dim() > of_A.dim():
@@ -218,21 +218,23 @@ def _named(of_B: str, of_A: str, B: Any, A: Any | None) -> Inverse:
 
 
 def _times(B: Tensor, V: Tensor, A: Tensor | None) -> Tensor:
-    """B V A, group by group."""
-    # 1×1 matrices form a diagonal; a batched product would take a kernel for each entry.
+    """Return B V A, group by group."""
+    # 1×1 matrices form a diagonal; a batched product would start a kernel for each entry.
     V = B * V if B.shape[-1] == 1 else B @ V
     return V if A is None else V @ A
 
 
 def _root(F: Tensor, damping: Tensor | float, clipped: str | None, failed: list[Tensor]) -> Tensor:
-    """Lower triangular L with L Lᵀ = F + damping I, batched over leading axes.
+    """Return lower triangular L with L Lᵀ = F + damping I, batched over leading axes.
 
     Args:
         F: the factor.
         damping: one for all groups, or (G, 1, 1).
-        clipped: the factor's name, to take eigenvalues of F that rounding made negative as zero.
-            Cholesky's decomposition fails if one of them is more negative than the damping.
-        failed: receives whether it did, which is not read here: a GPU would be waited for.
+        clipped: the factor's name. With a name, eigenvalues of F that rounding made negative count
+            as zero. Without it Cholesky's decomposition fails if one of them is more negative than
+            the damping.
+        failed: receives whether it failed. The function does not read this, because reading waits
+            for a GPU.
     """
     if F.shape[-1] == 1:
         return (F.clamp(min=0.0) + damping).sqrt()
@@ -243,23 +245,23 @@ def _root(F: Tensor, damping: Tensor | float, clipped: str | None, failed: list[
         L, info = torch.linalg.cholesky_ex(damped)
         failed.append(info)
         return L
-    # With the eigenvalues Λ of F, take R of the QR decomposition of √(Λ + damping) Qᵀ:
-    # Rᵀ R = Q (Λ + damping) Qᵀ, and a QR decomposition cannot fail by rounding.
+    # With the eigenvalues Λ of F, take R of the QR decomposition of √(Λ + damping) Qᵀ: Rᵀ R = Q (Λ
+    # + damping) Qᵀ. A QR decomposition cannot fail by rounding.
     values, Q, _ = eigendecompositions([(Factor(F), clipped)], vectors=True)[0]
     root = (values + of_diagonal).sqrt()[..., None] * Q.mT
     L = torch.linalg.qr(root, mode="r").R.mT.contiguous()
-    if not L.diagonal(dim1=-2, dim2=-1).all():  # F is so large that the damping is lost beside it
+    if not L.diagonal(dim1=-2, dim2=-1).all():  # F is so large that rounding removes the damping
         raise diverging(f"The inverse of {clipped}")
     return L
 
 
 def _inverse(L: Tensor) -> Tensor:
-    """(L Lᵀ)⁻¹ of a lower triangular L, or entry by entry of diagonals."""
+    """Return (L Lᵀ)⁻¹ of a lower triangular L, or entry by entry of diagonals."""
     return L.square().reciprocal() if L.shape[-1] == 1 else torch.cholesky_inverse(L)
 
 
 def _solve(L: Tensor, V: Tensor, left: bool) -> Tensor:
-    """(L Lᵀ)⁻¹ V, or V (L Lᵀ)⁻¹ if not ``left``."""
+    """Return (L Lᵀ)⁻¹ V, or V (L Lᵀ)⁻¹ if not ``left``."""
     if L.shape[-1] == 1:
         return V / L.square()
     first, second = (L, L.mT) if left else (L.mT, L)

@@ -145,7 +145,7 @@ class KFAC(Optimizer):
         """The preconditioner, which replaces the gradients before the step."""
         super().__init__(self.base.param_groups, self.base.defaults)
         self._share()
-        # Those that the groups were made with. A group without one has the constructor's.
+        # Options of the present groups. A group without one has the constructor's.
         self._first_rates = [float(group["lr"]) for group in self.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -159,10 +159,10 @@ class KFAC(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for p in _parameters(self.base):
-            if not p.requires_grad:  # else a gradient of before it was frozen would move it
+            if not p.requires_grad:  # otherwise a gradient from before it was frozen would move it
                 p.grad = None
         if isinstance(self.base, torch.optim.SGD):
-            self.preconditioner.check_gradients()  # before they are in the momentum
+            self.preconditioner.check_gradients()  # before the momentum includes them
             self._add_momentum()
             self.preconditioner.step(lr=self._rate(), checked=True)
             with self._without_momentum(), self.preconditioner.constants_kept():
@@ -175,7 +175,7 @@ class KFAC(Optimizer):
 
     @torch.no_grad()
     def _add_momentum(self) -> None:
-        """M ← μm + g; g becomes g + μm (Nesterov) or m."""
+        """Update m ← μm + g; g becomes g + μm (Nesterov) or m."""
         for group in self.param_groups:
             mu = group["momentum"]
             gradients, momenta = [], []
@@ -188,10 +188,10 @@ class KFAC(Optimizer):
                 momenta.append(self.state[p]["momentum_buffer"])
             if not gradients:
                 continue
-            # A model may be sharded in parts, and lists must not mix both kinds of tensors.
+            # A model may be partly sharded, and lists must not mix both kinds of tensors.
             gradients, momenta = local_parts(gradients), local_parts(momenta)
-            # As torch's SGD without dampening; its step then adds no momentum of its own. One
-            # operation for all tensors: a GPU would wait for the start of each.
+            # Like torch's SGD without dampening, whose step then adds no momentum. One operation
+            # for all tensors, because a GPU would wait for the start of each.
             torch._foreach_mul_(momenta, mu)
             torch._foreach_add_(momenta, gradients)
             if group["nesterov"]:
@@ -201,7 +201,7 @@ class KFAC(Optimizer):
 
     @contextmanager
     def _without_momentum(self) -> Iterator[None]:
-        """A context in which SGD takes the gradients as they are."""
+        """Context in which SGD uses the gradients without momentum."""
         momenta = [group["momentum"] for group in self.param_groups]
         for group in self.param_groups:
             group["momentum"] = 0.0
@@ -212,12 +212,13 @@ class KFAC(Optimizer):
                 group["momentum"] = momentum
 
     def _rate(self) -> float:
-        """The schedule's highest learning rate, for the KL clip."""
-        names = ("lr", "initial_lr", "max_lr")  # as torch's schedulers write them
+        """Return the schedule's highest learning rate, for the KL clip."""
+        names = ("lr", "initial_lr", "max_lr")  # names that torch's schedulers write
         rates = [
             float(group[name]) for group in self.param_groups for name in names if name in group
         ]
-        # If the rate is set by hand and not by a scheduler, the first one is the highest known.
+        # If the rate is set by hand and not by a scheduler, the first rate is the highest known
+        # one.
         return max(rates + self._first_rates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -241,10 +242,10 @@ class KFAC(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether the steps unscale gradients; a `GradScaler` asks before each of them.
+        """Return whether the steps unscale gradients; a `GradScaler` asks before each of them.
 
         Raises:
-            ValueError: fisher="empirical", whose factors are those of the scaled loss by then.
+            ValueError: fisher="empirical", whose factors already belong to the scaled loss.
         """
         if self.preconditioner.takes_loss_gradients:
             raise ValueError(
@@ -285,7 +286,7 @@ class KFAC(Optimizer):
         base.pop("part", None)
         self.preconditioner.ranks.agree_on_state(lambda: self._check_base(state_dict))
         preconditioner = base.pop("preconditioner")
-        self.preconditioner.load_state_dict(preconditioner)  # which refuses what does not fit
+        self.preconditioner.load_state_dict(preconditioner)  # it rejects a state that does not fit
         base["state"] = dict(base["state"])
         for i, p in zip(_parameters(base), _parameters(self.base), strict=True):
             of_parameter = base["state"].get(i, {})
@@ -301,7 +302,7 @@ class KFAC(Optimizer):
     def _check_base(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Raise a ValueError unless the state is complete, and fits the groups and the parameters.
 
-        Returns what must be the same on all ranks.
+        It returns values that must be the same on all ranks.
         """
         check_keys("KFAC", state, ("param_groups", "state", "preconditioner"))
         check_part(state, self.preconditioner.ranks.rank, self.preconditioner.ranks.size)
@@ -347,7 +348,7 @@ class KFAC(Optimizer):
         self.param_groups, self.state = self.base.param_groups, self.base.state
         for group in self.param_groups:
             if len({is_part(p) for p in group["params"]}) > 1:
-                group["foreach"] = False  # torch's lists, too, must not mix them
+                group["foreach"] = False  # torch's lists must not mix them either
 
 
 def _check_group(group: Any) -> None:
@@ -367,7 +368,7 @@ def _check_group(group: Any) -> None:
 
 
 def _spread(value: Any, parameter: nn.Parameter) -> Any:
-    """A parameter's whole state, spread as the parameter is; others as they are."""
+    """Spread a parameter's whole state like the parameter; return others unchanged."""
     if not is_part(parameter) or is_part(value) or not torch.is_tensor(value) or not value.dim():
         return value
     part = part_of_whole(value.to(parameter.device), parameter).clone()
@@ -375,6 +376,6 @@ def _spread(value: Any, parameter: nn.Parameter) -> Any:
 
 
 def _parameters(optimizer: Optimizer | Mapping[str, Any]) -> list[Any]:
-    """The parameters of an optimiser, or their numbers in its state, group by group."""
+    """Return the parameters of an optimiser, or their numbers in its state, group by group."""
     groups = optimizer["param_groups"] if isinstance(optimizer, Mapping) else optimizer.param_groups
     return [p for group in groups for p in group["params"]]

@@ -1,10 +1,10 @@
-"""Whether the loss of a training is the one that K-FAC's likelihood stands for.
+"""Check that the loss of a training belongs to K-FAC's likelihood.
 
-A step of training knows neither targets nor loss, but the loss's gradient g at the outputs f. That
-of a cross-entropy is s (softmax(f) − e_y), that of its binary form s (σ(f) − y): the labels show in
-the signs, and the factor s is the same everywhere. What the curvature does not depend on is no
-mistake: soft labels and label smoothing, and any factor s of the loss but that of a sum. With
-fisher="empirical" the curvature has s², which is documented and not checked here.
+A training step has neither targets nor loss, but the loss's gradient g at the outputs f. For a
+cross-entropy it is s (softmax(f) − e_y), and for the binary form s (σ(f) − y): the signs show the
+labels, and the factor s is the same everywhere. Differences that do not change the curvature are no
+mistake: soft labels, label smoothing, and any factor s of the loss except a sum's. With
+fisher="empirical" the curvature has the factor s², which is documented and not checked here.
 """
 
 import warnings
@@ -18,46 +18,45 @@ from kfac_backend.likelihoods import IGNORED, Likelihood, Ordinal
 from kfac_backend.precision import at_least_float32
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float32: 0.001, torch.float64: 0.001}
-"""The largest relative error of a gradient that fits, by the dtype of the outputs."""
+"""Maximum relative error of a gradient that fits, by the dtype of the outputs."""
 SPREAD = 10
-"""The least standard deviation of outputs, in tolerances: where all are zero, different losses have
-gradients that are alike."""
+"""Minimum standard deviation of outputs, in tolerances. If all outputs are zero, different losses
+have similar gradients."""
 ROWS = 512
-"""Loss terms that are looked at."""
+"""Number of loss terms that are checked."""
 
 
 MeanOver = Literal["terms", "examples"]
-"""What a loss is a mean over: its terms, or examples, whose terms are summed."""
+"""Unit of a loss that is a mean: over its terms, or over examples, whose terms are summed."""
 
 
 class LossCheck:
-    """What a training's gradients tell of its targets and its loss, step by step.
+    """Derive the targets, and the kind of loss, from a training's gradients, step by step.
 
     Args:
-        task: of the curvature, whose targets then may be such that do not count.
-        loss_mean_over: what the loss should be a mean over.
+        task: task of the curvature. It may then have targets that do not count.
+        loss_mean_over: unit of the mean in the loss.
     """
 
     def __init__(self, task: Task, loss_mean_over: MeanOver) -> None:
         self._task, self.loss_mean_over = task, loss_mean_over
         task.may_ignore = True
-        self._checked_shape: torch.Size | None = None  # of one example's outputs
-        self._is_compared = False  # whether the loss was found to be the likelihood's, or not
+        self._checked_shape: torch.Size | None = None  # shape of one example's outputs
+        self._is_compared = False  # whether the loss was compared with the likelihood's
 
     def targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
-        """Targets that only say which terms count, since the training's labels are not known here.
+        """Return targets that only show which terms count, because the labels are not known here.
 
-        A term with gradient zero is taken for one whose label does not count. Where each example
-        has one term, that is done only if a mask or the options say that there are such: the
-        gradient is also zero where the network is so confident that it rounds to that.
+        A term with gradient zero counts as one whose label does not count. If each example has one
+        term, this applies only if a mask or the options say that there are such terms: the gradient
+        is also zero if the network is so confident that it rounds to zero.
 
-        The first batch that can tell decides whether a warning says that the loss is not the
-        likelihood's.
+        The first batch that shows it decides whether to warn that the loss is not the likelihood's.
 
         Args:
             f: outputs (N, ..., C).
             g: the loss's gradient there.
-            mask: which positions count (N, R); None if all do.
+            mask: which positions count (N, R); None means all.
 
         Raises:
             NotImplementedError: a likelihood whose curvature depends on the targets.
@@ -75,7 +74,7 @@ class LossCheck:
             y = torch.zeros(f.shape[:-1], dtype=torch.long, device=f.device)
             if f.dim() > 2 or mask is not None or self._task.options.ignore_index is not None:
                 y = y.masked_fill((g == 0).all(-1), IGNORED)
-        if f.shape[1:] != self._checked_shape:  # which is all that can be wrong
+        if f.shape[1:] != self._checked_shape:  # only the shape can be wrong
             self._task.check(f.detach(), y)
             self._checked_shape = f.shape[1:]
         if not self._is_compared:
@@ -89,9 +88,9 @@ class LossCheck:
 
 
 def check_axis(f: Tensor, g: Tensor) -> None:
-    """Raise a ValueError if the loss takes the second axis of the outputs for the classes.
+    """Raise a ValueError if the loss has the classes on the second axis of the outputs.
 
-    The gradient of a cross-entropy sums to zero over the classes, whatever the labels are.
+    The gradient of a cross-entropy sums to zero over the classes for any labels.
 
     Args:
         f: outputs (N, ..., C).
@@ -111,14 +110,14 @@ def check_axis(f: Tensor, g: Tensor) -> None:
 
 
 def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> str | None:
-    """Why the loss is not the likelihood's: empty if it may be, None if this batch cannot tell.
+    """Return why the loss is not the likelihood's: empty if it may be, None if unclear.
 
-    A GPU is waited for.
+    It waits for a GPU.
 
     Args:
         f: outputs (N, ..., C).
         g: the loss's gradient there.
-        likelihood: as K-FAC was given it.
+        likelihood: K-FAC's likelihood.
         of_examples: whether the loss should be a mean over examples, and not over their terms.
     """
     tolerance = TOLERANCES.get(f.dtype)
@@ -126,23 +125,23 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> 
         return ""
     N = len(f)
     f, g = (at_least_float32(t.detach()).flatten(0, -2) for t in (f, g))
-    counts = (g != 0).any(-1)  # not: terms whose label does not count
+    counts = (g != 0).any(-1)  # leave out terms whose label does not count
     number = N if of_examples else int(counts.sum())
     f, g = f[counts][:ROWS], g[counts][:ROWS]  # (M, C)
     if g.numel() < 8 or f.std() < SPREAD * tolerance:
         return None
-    # Step 1: the labels if this is a cross-entropy, and its gradient up to the factor s.
+    # Step 1: the labels for a cross-entropy, and its gradient up to the factor s.
     y = g.argmin(-1)
     d = f.softmax(-1).scatter_add(-1, y[:, None], -torch.ones_like(f[:, :1]))
     if f.shape[-1] > 1:
-        unsure = d.norm(dim=-1) > 1e-3  # where p_y rounds to 1, rounding is most of g
+        unsure = d.norm(dim=-1) > 1e-3  # if p_y rounds to 1, g is mostly rounding error
         if not unsure.any():
             return None
         f, g, y, d = f[unsure], g[unsure], y[unsure], d[unsure]
     forms = {"classification": d, "bernoulli": f.sigmoid() - (g < 0).to(f)}
-    if likelihood.has_label_noise:  # y has the least entry of its gradient, too; at ε = 0 both fit
+    if likelihood.has_label_noise:  # y also has the smallest gradient entry; at ε = 0 both fit
         forms = {likelihood.name: likelihood.gradient(f, y)} | forms
-    # Step 2: another likelihood's gradient, or a factor that is not that of a mean.
+    # Step 2: another likelihood's gradient, or a factor that is not a mean's.
     for name, form in forms.items():
         s = ((g * form).sum() / form.square().sum()).item()
         if not s > 0 or (g - s * form).norm() > tolerance * g.norm():
@@ -165,11 +164,11 @@ def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> 
 
 
 def _why_no_cross_entropy(g: Tensor, d: Tensor, y: Tensor, tolerance: float) -> str:
-    """The same for a gradient g that is no cross-entropy's s d: another loss, or weighted classes.
+    """Return why a gradient g is no cross-entropy's s d: another loss, or weighted classes.
 
     d has the gradient's direction for labels y.
     """
-    if g.sum(-1).abs().sum() > 0.1 * g.abs().sum():  # those of a softmax sum to 0
+    if g.sum(-1).abs().sum() > 0.1 * g.abs().sum():  # a softmax's gradients sum to 0
         return (
             "The gradient of the loss is not the gradient of a cross-entropy of logits, but K-FAC "
             "has likelihood 'classification', whose curvature is different. Pass the likelihood "
@@ -185,14 +184,14 @@ def _why_no_cross_entropy(g: Tensor, d: Tensor, y: Tensor, tolerance: float) -> 
 
 
 def _weighs_classes(g: Tensor, d: Tensor, y: Tensor, tolerance: float) -> bool:
-    """Whether the terms of each class have a factor of their own: g_n = s_y d_n."""
-    sure = d.norm(dim=-1) > 0.1  # in half precision the others are too rough
+    """Return whether the terms of each class have a separate factor: g_n = s_y d_n."""
+    sure = d.norm(dim=-1) > 0.1  # in half precision the others are too inexact
     g, d, y = g[sure], d[sure], y[sure]
     s = (g * d).sum(-1) / d.square().sum(-1)
     if not ((g - s[:, None] * d).norm(dim=-1) <= tolerance * g.norm(dim=-1)).all():
         return False
     classes, y = y.unique(return_inverse=True)
-    if len(y) < len(classes) + 4:  # few of a class agree by chance
+    if len(y) < len(classes) + 4:  # a few of a class agree by chance
         return False
     zeros = s.new_zeros(len(classes))
     least, largest = (

@@ -205,7 +205,7 @@ class KfacPreconditioner:
         check_option("loss_mean_over", loss_mean_over, MeanOver)
         options, curvature = with_keywords(KfacPreconditioner, options, curvature, keywords)
         self.options = options
-        """How factors become a preconditioner."""
+        """Options for computing the preconditioner from factors."""
         self._model, self._exclude = model, exclude
         self._parameters = self._named(model.parameters() if params is None else params)
         preconditioned = self._not_excluded()
@@ -226,11 +226,11 @@ class KfacPreconditioner:
             process_group,
         )
         self.ranks = self._pass.driver.ranks
-        """The ranks that have a part of each step's data."""
+        """Ranks that have a part of each step's data."""
         self._step = 0
         self._damping: float | dict[str, float] = options.damping
         self._blocks: dict[str, KroneckerBlock] = {}
-        # The sum of each block's weights in the moving average, 1 − ρᵏ after k batches. Dividing by
+        # The sum of each block's weights in the moving average, 1 − ρᵏ after k batches. Division by
         # it corrects for the start at zero.
         self._weights: dict[str, float] = {}
         self._inverses: dict[str, Inverse] = {}
@@ -257,7 +257,7 @@ class KfacPreconditioner:
     def damping(self, damping: float | Mapping[str, float]) -> None:
         if isinstance(damping, Mapping):
             _check_has_all(damping, self.names)
-            for name, value in damping.items():  # all: parameters may be unfrozen later
+            for name, value in damping.items():  # all: some may be unfrozen later
                 check_positive(f"damping['{name}']", value)
             self._damping = {name: float(value) for name, value in damping.items()}
         else:
@@ -305,7 +305,7 @@ class KfacPreconditioner:
             )
         if not checked:
             self.check_gradients()
-        # Factors first, since inverses that are due in the same step are made from them.
+        # Factors first, because inverses of the same step use them.
         if self._pass.is_due:
             self._average(self._pass.mean_blocks())
             constants = {name: block.constants for name, block in self._blocks.items()}
@@ -354,7 +354,7 @@ class KfacPreconditioner:
         self._pass.trained.parameters = self._not_excluded()
 
     def _named(self, params: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Name in the model -> parameter."""
+        """Return parameters by their names in the model."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         params = list(params)
         for p in params:
@@ -383,8 +383,8 @@ class KfacPreconditioner:
         raise no_copies(self)
 
     def __del__(self) -> None:
-        # A forward pass that no backward pass followed holds its graph, and that the hooks, which
-        # hold the model: a cycle through C++, where Python's collector does not look.
+        # Without a backward pass, a forward pass holds its graph, and this the hooks, which hold
+        # the model: a cycle through C++, which Python's collector cannot see.
         if "_pass" in vars(self):
             self._pass.detach()
 
@@ -461,7 +461,7 @@ class KfacPreconditioner:
     def _check_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Raise the error of `load_state_dict` if the state does not fit.
 
-        Returns what must be the same on all ranks.
+        It returns values that must be the same on all ranks.
         """
         check_keys("KfacPreconditioner", state, STATE)
         theirs, ours = state["made_with"], self._made_with()
@@ -491,13 +491,13 @@ class KfacPreconditioner:
         return one if self.ranks.size == 1 else one | {"the loaded state of K-FAC": digest(state)}
 
     def _check_values(self, state: Mapping[str, Any]) -> None:
-        """Raise an error unless the blocks and inverses are whole, finite and not negative."""
+        """Raise an error unless the blocks and inverses are complete, finite and not negative."""
         damping, blocks, inverses = (state[key] for key in ("damping", "blocks", "inverses"))
         check_positive(
             "the damping", [*damping.values()] if isinstance(damping, Mapping) else damping
         )
         check_positive("the weights of the averages", [*state["weights"].values()])
-        # Without a moving average, a state before a step that makes factors has no blocks.
+        # Without a moving average, there are no blocks before a step that makes factors.
         has_blocks = self.options.ema_decay or state["step"] % self.options.factor_every
         for name in state["weights"]:
             if name not in inverses or (has_blocks and name not in blocks):
@@ -515,7 +515,7 @@ class KfacPreconditioner:
                     raise ValueError(f"the inverse of '{name}', {kind}, is not positive and finite")
 
     def _made_with(self) -> dict[str, str]:
-        """What a state must have in common with this preconditioner."""
+        """Return the values that a state must share with this preconditioner."""
         of_parameters = {
             f"parameter '{name}'": f"{tuple(p.shape)}, {p.dtype}"
             for name, p in self._pass.trained.parameters.items()
@@ -523,7 +523,7 @@ class KfacPreconditioner:
         return self._options_made_with | of_parameters
 
     def _new_inverses(self) -> dict[str, Inverse]:
-        """Parameter name -> the damped inverse of its block; shapes alone of other ranks'."""
+        """Return the damped inverse of each block by name; for other ranks' blocks only shapes."""
         blocks, on, damping = self._blocks, self.options.damping_on, self._damping
         once = self.options.update_every == 1
         # Each rank inverts the blocks that it keeps, and multiplies their gradients in each step.
@@ -541,19 +541,19 @@ class KfacPreconditioner:
 
     @property
     def _own(self) -> list[str]:
-        """The parameters whose inverses this rank has."""
+        """Return the parameters whose inverses this rank has."""
         rank = self.ranks.rank
         return [name for name, owner in self._owners.items() if owner == rank]
 
     def _average(self, new: dict[str, KroneckerBlock]) -> None:
-        """F ← ρF + (1 − ρ)F_batch for B and A, divided by the sum of the weights; in place.
+        """Update F ← ρF + (1 − ρ)F_batch for B and A, divided by the sum of the weights; in place.
 
-        Parameters that were unfrozen begin with ``new``, and those that were frozen are dropped.
+        Unfrozen parameters begin with ``new``, and frozen ones are dropped.
         """
         rho, former = self.options.ema_decay, self._blocks
         self._weights = {name: rho * self._weights.get(name, 0.0) + 1 - rho for name in new}
         own = {name for name, block in new.items() if not block.is_meta}
-        # Where other parameters are trained now, blocks may have other owners.
+        # With other trained parameters, blocks may have other owners.
         is_missing = any(former[name].is_meta for name in own & former.keys())
         if self.ranks.any(is_missing, self._generator.device):
             former = gathered_blocks(former, self.ranks, self._generator.device)
@@ -570,8 +570,8 @@ class KfacPreconditioner:
                 [F.matrix for name in names for F in blocks[name].factors.values()]
                 for blocks in (self._blocks, new)
             )
-            # The stored average is divided by the sum of weights already. With this share of the
-            # new factors it stays so.
+            # The stored average is already divided by the sum of weights. This share of the new
+            # factors preserves that.
             torch._foreach_lerp_(averages, of_batch, (1 - rho) / weight)
 
     def check_gradients(self) -> None:
@@ -583,7 +583,7 @@ class KfacPreconditioner:
         largest = torch._foreach_norm([g for g in parts if g.numel()], ord=float("inf"))
         if not largest:  # this rank has a part of no gradient
             largest = [torch.zeros(())]
-        # Not all in float32, in which a large number of float64 is infinite.
+        # Not all in float32, which would make large float64 numbers infinite.
         wide = torch.promote_types(torch.float32, max(largest, key=lambda n: n.itemsize).dtype)
         is_finite = bool(torch.stack([norm.to(wide) for norm in largest]).isfinite().all())
         if self._pass.driver.sharded:  # all ranks raise it
@@ -605,7 +605,7 @@ class KfacPreconditioner:
         if not by_name:
             return
         if self._pass.driver.sharded:
-            # One after the other, so that one gradient is whole at a time.
+            # One after the other, so that only one gradient is whole at a time.
             natural = []
             for name, g in by_name.items():
                 gathered: Any = g.full_tensor() if is_part(g) else g  # pyright: ignore
@@ -614,7 +614,7 @@ class KfacPreconditioner:
         else:
             natural = list(self._natural(by_name).values())
         gradients = local_parts(by_name.values())
-        # One factor for all parameters, so that the direction of the step stays.
+        # One factor for all parameters, so that the direction of the step is unchanged.
         if lr is not None and limit is not None:
             products = torch._foreach_mul(natural, gradients)
             if self._pass.driver.sharded:
@@ -624,7 +624,7 @@ class KfacPreconditioner:
         torch._foreach_copy_(gradients, natural)
 
     def _natural(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """(F + λI)⁻¹ g of whole gradients, each computed by the owner of its inverse; collective.
+        """Return (F + λI)⁻¹ g of whole gradients, each from the owner of its inverse; collective.
 
         A step sends P numbers. Inverses would be Σ(d_in² + d_out²) ≥ 2P at each update, and would
         take this memory on each rank.
@@ -633,7 +633,7 @@ class KfacPreconditioner:
         inverses = [self._inverses[name] for name in own]
         natural = dict(zip(own, precondition(inverses, list(own.values())), strict=True))
         if self.ranks.size > 1:
-            # Those of one owner as one tensor: most are small.
+            # Send those of one owner as one tensor, because most are small.
             groups: dict[tuple[int, torch.dtype], list[str]] = {}
             for name, g in gradients.items():
                 groups.setdefault((self._owners[name], g.dtype), []).append(name)
@@ -656,11 +656,11 @@ def with_keywords(
     curvature: CurvatureOptions,
     keywords: Mapping[str, Any],
 ) -> tuple[PreconditionerOptions, CurvatureOptions]:
-    """The options with single ones changed by keywords of a class's constructor.
+    """Return the options with single ones changed by keywords of a class's constructor.
 
     Raises:
-        TypeError: a keyword that is no option; it lists all that the constructor takes.
-        ValueError: a keyword for an option that a training step does not use.
+        TypeError: a keyword is not an option; the message lists all options.
+        ValueError: a training step does not use the option.
     """
     of_steps, of_curvature = ({f.name for f in fields(o)} for o in (options, curvature))
     unknown = [name for name in keywords if name not in of_steps | of_curvature]
@@ -682,7 +682,7 @@ def with_keywords(
 
 
 def no_copies(optimizer: object) -> TypeError:
-    """The error for copy, deepcopy and pickle."""
+    """Return the error for copy, deepcopy and pickle."""
     name = type(optimizer).__name__
     return TypeError(
         f"{name} cannot be copied or pickled: it has hooks at its model. Make a new {name} for the "
@@ -704,7 +704,7 @@ def _check_has_all(damping: Mapping[str, float], names: Sequence[str]) -> None:
 
 
 def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset[str]:
-    """The names that any pattern fits."""
+    """Return the names that match any pattern."""
     if isinstance(patterns, str):
         patterns = [patterns]
     for pattern in patterns:
@@ -718,7 +718,7 @@ def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset
 def _copies(
     by_name: Mapping[str, Mapping[str, Tensor]], device: torch.device
 ) -> dict[str, dict[str, Tensor]]:
-    """Copies of all tensors on a device."""
+    """Return copies of all tensors on a device."""
     return {
         name: {kind: tensor.to(device, copy=True) for kind, tensor in tensors.items()}
         for name, tensors in by_name.items()
