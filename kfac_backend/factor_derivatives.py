@@ -97,7 +97,7 @@ def factor_gradients(
 class FactorDerivatives:
     """`factor_gradients` of several parts of the data, one after the other, with one proof.
 
-    The arguments are those of `factor_gradients`, and ``outputs``: an optional list that receives
+    It has the arguments of `factor_gradients`, and ``outputs``: an optional list that receives
     the outputs and targets of this rank's data, on the CPU.
     """
 
@@ -122,7 +122,7 @@ class FactorDerivatives:
             )
         numbers = list(map(id, factors.likelihood.parameters.values()))
         if not all(id(tensor) in numbers for tensor in tensors):
-            check_whole(model, "The gradient of factors in what the inputs depend on")
+            check_whole(model, "The gradient of factors in variables of the inputs")
         options = factors.options if options is None else options
         self._factors, self._tensors = factors, list(tensors)
         self._driver = Driver(

@@ -1,10 +1,10 @@
-"""The outputs' covariance if only the last layer is uncertain: a forward pass, no backward pass.
+"""Compute the output covariance for an uncertain last layer, with a forward pass alone.
 
-If the outputs are what a linear layer or a convolution computes, f_r = W a_r + b, the gradient of
-f_rc in W is e_c ⊗ a_r, and that in b is e_c. In the eigenbasis of W's block, the covariance of
-outputs c and c' at position r is Σ_i (Q_B)_ci (Q_B)_c'i w_i with w_i = Σ_j ã_j² / s_ij. Nothing is
-propagated back, and positions do not depend on each other. The variances alone, c = c', need no C×C
-array.
+If a linear layer or a convolution computes the outputs, f_r = W a_r + b, the gradient of f_rc with
+respect to W is e_c ⊗ a_r, and with respect to b it is e_c. In the eigenbasis of W's block, the
+covariance of outputs c and c' at position r is Σ_i (Q_B)_ci (Q_B)_c'i w_i with w_i = Σ_j ã_j² /
+s_ij. Nothing is propagated back, and positions do not depend on each other. The variances alone, c
+= c', need no C×C array.
 """
 
 from collections.abc import Mapping
@@ -31,24 +31,24 @@ from kfac_backend.sharding import detached_parameters, is_sharded
 
 
 class LastLayerCovariance:
-    """A function from inputs to outputs and their covariances if only the last layer is uncertain.
+    """Function from inputs to outputs and covariances if only the last layer is uncertain.
 
-    It is exact. A weight that the last layer shares with an earlier one, as a language model's
-    output layer does with its token embedding, is uncertain in the last layer only: its earlier use
-    counts as known, unless ``alone``.
+    It is exact. If the last layer shares its weight with an earlier one, as a language model's
+    output layer does with its token embedding, the weight is uncertain only in the last layer: its
+    earlier use counts as known, unless ``alone``.
 
-    The layer's own formula is used where the batch shows that the model's outputs are the layer's,
-    in value and derivative. That is so for a linear layer or a convolution without groups, followed
-    by nothing but a change of the order of axes. Otherwise `OutputCovariance` is used, with C
-    backward passes a position.
+    The layer's own formula applies if the batch shows that the model's outputs equal the layer's,
+    in value and derivative. This holds for a linear layer or a convolution without groups, if only
+    a change of the order of axes follows. Otherwise `OutputCovariance` is used, with C backward
+    passes per position.
 
     Args:
-        model: the network at the posterior's mean, in the mode (train or eval) it is in.
-        layer: the name of the layer that runs last.
-        precision: the posterior precision of its parameters.
-        memory: as in `OutputCovariance`; the result, K×K for each position, comes on top.
-        alone: whether no other layer has trainable parameters. Another use of these, which only a
-            function of the model's own can then make, counts as well: the formula is not used.
+        model: the network at the posterior's mean, in its present mode (train or eval).
+        layer: name of the layer that runs last.
+        precision: posterior precision of its parameters.
+        memory: as in `OutputCovariance`, without the result, K×K for each position.
+        alone: whether no other layer has trainable parameters. If the model's own code then uses
+            these parameters elsewhere, that use counts as well, and the formula does not apply.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class LastLayerCovariance:
         *,
         variance_only: bool = False,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
-        """Outputs and covariances at a batch; arguments and errors as of `OutputCovariance`.
+        """Return outputs and covariances for a batch; see `OutputCovariance`.
 
         Raises:
             NotImplementedError: a weight that is shared with another layer, in a layer whose
-                outputs are not the model's.
+                outputs differ from the model's.
         """
         with full_float32(), torch.inference_mode(False):
             x = detached(x, next(self._model.parameters()).device)
@@ -112,10 +112,10 @@ class LastLayerCovariance:
         return self._general(x, positions, classes, variance_only=variance_only)
 
     def _run(self, x: Any) -> tuple[Tensor, Tensor, WeightSharingRule] | None:
-        """The outputs, the last layer's input and its rule; None where the formula does not hold.
+        """Return the outputs, the last layer's input and its rule, or None if the formula fails.
 
-        It holds if the layer computes W a_r + b and the model's outputs are the layer's, in value
-        and in derivative: random noise that is propagated back must arrive unchanged.
+        The formula holds if the layer computes W a_r + b and the model's outputs equal the layer's,
+        in value and in derivative: random noise that is propagated back must arrive unchanged.
         """
         registered_rule = registered(self._layer)
         if registered_rule is None or not issubclass(registered_rule.rule, WeightSharingRule):
@@ -136,14 +136,14 @@ class LastLayerCovariance:
                 own["weight"] = cast("Tensor", layer.weight).detach()
             return output.clone()  # which activations may change in place
 
-        copies = is_sharded(self._model)  # FSDP drops whole weights when the layer has run
+        copies = is_sharded(self._model)  # FSDP drops whole weights after the layer
         own: dict[str, Tensor | None] = {}
 
         def before(layer: nn.Module, args: tuple) -> None:
             for local, p in layer._parameters.items():
                 own[local] = p if p is None else p.detach().clone() if copies else p.detach()
 
-        # `preserve_state` takes them away.
+        # `preserve_state` removes them.
         self._layer.register_forward_pre_hook(before)
         self._layer.register_forward_hook(hook, with_kwargs=True)
         learned: dict[str, Tensor] = {}  # others are constants for `call_with`
@@ -155,12 +155,12 @@ class LastLayerCovariance:
         if len(runs) != 1 or f.dim() < 2 or not f.requires_grad:
             return None
         ((a, z),) = runs
-        # Equal values are not enough: what stands behind the layer may change derivatives alone.
-        # From a generator of its own: the user's random numbers are not for checks.
+        # Equal values are not enough, because later operations may change only derivatives. Use a
+        # separate generator: checks must not use the user's random numbers.
         generator = torch.Generator(f.device).manual_seed(0)
         noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
         back, *others = torch.autograd.grad(f, [z, *learned.values()], noise, allow_unused=True)
-        # Where only the layer learns: its parameters are used once more, before it or behind it.
+        # If only the layer learns, its parameters may have another use, before or after it.
         if self._alone and (a.requires_grad or any(other is not None for other in others)):
             return None
         f, z, a = f.detach(), z.detach(), a.detach()
@@ -177,7 +177,7 @@ class LastLayerCovariance:
         classes: Tensor | None,
         variance_only: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Outputs and covariances by the layer's formula, some positions at a time."""
+        """Return outputs and covariances by the layer's formula, some positions at a time."""
         mask = check_positions(positions, f.shape).to(f.device)
         shape = tuple(mask.shape) if positions is None else (int(mask.sum()),)
         C = f.shape[-1]
@@ -212,9 +212,9 @@ class LastLayerCovariance:
     def _some(
         self, a: Tensor, columns: Tensor | None, C: int, transposed: bool, variance_only: bool
     ) -> Tensor:
-        """Covariances (m, K, K) or variances (m, K) of the outputs at m positions' inputs a."""
-        # Weight and bias are independent in the posterior, so that their covariances add. For both
-        # the covariance is Q diag(w) Qᵀ, with one w for each position, or for all of them (a bias).
+        """Return covariances (m, K, K) or variances (m, K) for the inputs a at m positions."""
+        # Weight and bias are independent in the posterior, so their covariances add. For both the
+        # covariance is Q diag(w) Qᵀ, with one w for each position, or for all of them (a bias).
         total = a.new_zeros(())
         for local, name in self._parameters.items():
             block, spectrum = self._precision[name]
@@ -231,7 +231,7 @@ class LastLayerCovariance:
             elif Q is not None:
                 rows = Q[None] if columns is None else Q[columns]  # (m or 1, K, k)
                 total = total + (rows * w[:, None]) @ rows.mT
-            elif columns is None:  # Q is the identity: outputs covary with themselves alone
+            elif columns is None:  # Q is the identity: outputs are uncorrelated
                 total = total + w.diag_embed()
             else:
                 equal = columns[:, :, None] == columns[:, None]
@@ -242,7 +242,7 @@ class LastLayerCovariance:
 def _computes(
     parameters: Mapping[str, Tensor | None], rule: WeightSharingRule, a: Tensor, f: Tensor
 ) -> bool:
-    """Whether an example's outputs are W a_r + b."""
+    """Return whether an example's outputs are W a_r + b."""
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None:  # of a sharded model, computed from other parameters
         return False
@@ -254,11 +254,11 @@ def _computes(
 
 
 def _positions(f: Tensor) -> Tensor:
-    """(N, ..., C) as (N, R, C)."""
+    """Return (N, ..., C) as (N, R, C)."""
     return f.flatten(1, -2) if f.dim() > 2 else f[:, None]
 
 
 def _equal_outputs(z: Tensor, f: Tensor, features: int) -> bool:
-    """Whether the layer's output equals the model's, up to the place of the axis of features."""
+    """Return whether the layer's output equals the model's, up to the axis of features."""
     z, f = _positions(z.movedim(features, -1)), _positions(f)
     return z.shape == f.shape and torch.equal(z, f)

@@ -1,23 +1,23 @@
-"""The outputs' covariance J Σ Jᵀ under a Kronecker-factored posterior, without the Jacobian J.
+"""Compute the output covariance J Σ Jᵀ under a Kronecker-factored posterior, without J.
 
-One vector per output, C in all, is propagated back to the layers' outputs only, as in a curvature
+One vector per output, C in total, is propagated back to the layers' outputs only, as in a curvature
 pass. Each layer's inputs and output gradients are contracted with its block's eigenvectors. The
-result is exact for the linearised network, whichever mode the factors are from.
+result is exact for the linearised network, for factors of any mode.
 
-Outputs (N, R, C), one for each position of a sequence or pixel of an image, have a covariance
-(C, C) at each position. It may depend on all of the example's inputs, so that an example takes R·C
-vectors. Each pair of an example and a position is therefore handled as an example of its own, and
-one vector carries as many pairs as memory allows.
+Outputs (N, R, C), one for each position of a sequence or pixel of an image, have a covariance (C,
+C) at each position. It may depend on all of the example's inputs, so an example takes R·C vectors.
+Each pair of an example and a position is therefore treated as a separate example, and one vector
+carries as many pairs as memory allows.
 
-Life cycle. `OutputCovariance` proves the model on its first batch, as a curvature pass does. For
-each shape of input it measures once how many pairs fit into the memory (`_Sizes`) and keeps that.
-A call splits its batch into parts. For each part the model runs forward once; then the C vectors go
-back, and all layers' gradients are held until the last vector has come. Then they are contracted
-and dropped, layer by layer.
+Life cycle. `OutputCovariance` proves the model on its first batch, like a curvature pass. For each
+shape of input it measures once how many pairs fit into the memory (`_Sizes`). A call splits its
+batch into parts. For each part the model runs forward once. Then the C vectors are propagated back,
+and all layers' gradients are held until the last vector. Then they are contracted and dropped,
+layer by layer.
 
-The graph of the outputs holds the capture's hooks, and these hold the sink. So no sink may hold the
-outputs: that would be a cycle through C++, which Python's collector never frees, and the network
-with it.
+The graph of the outputs refers to the capture's hooks, and these refer to the sink. So no sink may
+hold the outputs: that would be a cycle through C++, which Python's collector never frees, and the
+network with it.
 """
 
 import math
@@ -63,52 +63,51 @@ from kfac_backend.sharding import check_whole
 CPU_MEMORY = 144 * 2**20
 """Bytes for gradients on a CPU."""
 GPU_SHARE = 8
-"""On a GPU an eighth of its memory is for gradients; few examples at once would leave it idle."""
+"""Share of a GPU's memory for gradients, as 1/8; with few examples at once it would be idle."""
 PRODUCTS = 8
-"""How many times the bytes of a product a layer's inputs and gradients may take at once."""
+"""Bytes of a layer's inputs and gradients at once, as a multiple of a product's bytes."""
 
 
 class _Sizes(NamedTuple):
-    """How many pairs are worked on at once, for inputs of one shape."""
+    """Number of pairs that are processed at once, for inputs of one shape."""
 
     output: torch.Size
-    """The shape of one example's output, (..., C)."""
+    """Shape of one example's output, (..., C)."""
     part: int | None
-    """Pairs in one forward pass; None: batches stay whole."""
+    """Pairs in one forward pass; None keeps batches whole."""
     channels_last: bool
 
 
 class _Part(NamedTuple):
-    """M pairs of an example and one of its positions, handled at once."""
+    """M pairs of an example and one of its positions, processed at once."""
 
     x: Any
     """The examples, repeated for each pair."""
     positions: Tensor
-    """(M,) the position of each pair, among all positions of the output."""
+    """Position of each pair, (M,), among all positions of the output."""
     pairs: Tensor | None
-    """Indices of the pairs that were asked for; None: all. A batch that cannot be split by example
-    runs whole, with pairs for all its examples."""
+    """Indices of the requested pairs; None means all. A batch that cannot be split by example runs
+    whole, with pairs for all its examples."""
     numbers: Tensor
     """Indices of these pairs in the result."""
 
 
 class OutputCovariance:
-    """A function from inputs to outputs f (N, C) and their covariances J Σ Jᵀ (N, C, C).
+    """Function from inputs to outputs f (N, C) and their covariances J Σ Jᵀ (N, C, C).
 
-    For outputs (N, R, C) it returns the covariance at each position, (N, R, C, C), but not those
-    between positions. The cost is C backward passes an example, or R·C for sequences, whose
-    positions depend on each other. `joint` returns the covariances between several inputs.
+    For outputs (N, R, C) it returns the covariance at each position, (N, R, C, C), but not between
+    positions. The cost is C backward passes per example, or R·C for sequences, whose positions
+    depend on each other. `joint` returns the covariances between several inputs.
 
     Args:
-        model: the network at the posterior's mean. It runs in the mode (train or eval) it is in.
+        model: the network at the posterior's mean. It runs in its present mode (train or eval).
         precision: the posterior precision, block by block; parameters without a block are
             constants.
-        memory: bytes that gradients and their products may take at once, not counting the result
-            and the activations of the examples that they belong to. None: 144 MiB on a CPU, an
-            eighth of a GPU's memory. To keep the limit, batches of tensors are split, down to one
-            position of one example. The least that is held are its gradients in the outputs of all
-            layers, C at each of their positions, and C gradients of a weight that is tied in two
-            orientations.
+        memory: maximum number of bytes of gradients and their products at once, not counting the
+            result and the activations of their examples. None uses 144 MiB on a CPU, and an eighth
+            of a GPU's memory. To keep the limit, batches of tensors are split, down to one position
+            of one example. The minimum is the example's gradients at the outputs of all layers, C
+            at each position, and C gradients of a weight that is tied in two orientations.
 
     Raises:
         ValueError: no block, or one of a parameter that the model does not have.
@@ -138,20 +137,20 @@ class OutputCovariance:
         *,
         variance_only: bool = False,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
-        """Outputs and covariances at a batch, a tensor or a mapping of tensors; without a graph.
+        """Return outputs and covariances for a tensor or a mapping of tensors, without a graph.
 
         Args:
             x: the batch.
-            positions: a mask of the wanted positions, for outputs (N, R, C) say. The result has
-                these M positions only, (M, C) and (M, C, C), in the mask's order.
-            classes: indices of the K wanted outputs: (K,) for all alike, or (..., K) for each
-                example or position of the result, such as the largest. The result has K instead of
-                C.
+            positions: a mask of the requested positions, for example for outputs (N, R, C). The
+                result has only these M positions, (M, C) and (M, C, C), in the mask's order.
+            classes: indices of the K requested outputs: (K,) for all positions, or (..., K) for
+                each example or position of the result, for example the largest ones. The result has
+                K instead of C.
             variance_only: return the covariances' diagonals, (..., C). This takes as many backward
                 passes, but neither computes nor holds C×C products.
 
         Raises:
-            TypeError: a model whose output is not a tensor; a mask or indices of another dtype.
+            TypeError: the model's output is not a tensor; a mask or indices of another dtype.
             NotImplementedError: outputs that are not (N, ..., C); a layer that hooks cannot follow.
             ValueError: no examples; positions or classes that the outputs do not have.
         """
@@ -186,18 +185,18 @@ class OutputCovariance:
     def joint(
         self, x: Float[Tensor, "T q *shape"], classes: list[int] | None = None
     ) -> tuple[Float[Tensor, "T q K"], Float[Tensor, "T q_K q_K"]]:
-        """Outputs and covariances of T sets of q inputs; output c of input p is number p·K + c.
+        """Return outputs and covariances of T sets of q inputs; output c of input p is p·K + c.
 
-        Both are differentiable in the inputs if these require a gradient; parameters and their
+        Both are differentiable in the inputs if these require a gradient. Parameters and their
         posterior are constants. All sets are computed at once, with C backward passes, whose graph
         is held in memory if the inputs require a gradient.
 
         Args:
             x: the inputs, in the model's dtype and on its device.
-            classes: indices of the K wanted outputs; all C if None.
+            classes: indices of the K requested outputs; None means all C.
 
         Raises:
-            TypeError: a model whose output is not a tensor.
+            TypeError: the model's output is not a tensor.
             ValueError: no inputs; indices of outputs that the model does not have.
             NotImplementedError: outputs that are not (N, C); a layer that hooks cannot follow.
         """
@@ -219,14 +218,14 @@ class OutputCovariance:
 
     @contextmanager
     def _preserved_model(self) -> Iterator[None]:
-        """A context in which the model runs in full precision, and stays as it was."""
+        """Context in which the model runs in full precision, and whose end restores its state."""
         layers = (tracked.layer for tracked in self._proof.assignment.layers)
         # Inference mode would record no graph for the backward passes.
         with full_float32(), torch.inference_mode(False), preserve_state(self._model, *layers):
             yield
 
     def _prove(self, x: Any) -> None:
-        """Prove, once, that the hooks see all uses of the parameters."""
+        """Prove, once, that the hooks capture all uses of the parameters."""
         N = num_examples(x)
         if self._proof.is_made(N):
             return
@@ -240,7 +239,7 @@ class OutputCovariance:
         self._sizes.clear()  # the proof may have found other rules and runs
 
     def _measure(self, x: Any, K: int | None) -> _Sizes:
-        """How many pairs of this shape fit into the memory, by one vector's gradients."""
+        """Measure how many pairs of this shape fit into the memory, by one vector's gradients."""
         N = num_examples(x)
         batch = BatchTrial(can_split=True) if N == 1 else try_batch(self._model, x, N)
         x = examples(x, slice(2)) if batch.can_split else x
@@ -249,15 +248,15 @@ class OutputCovariance:
             f = capture.forward(x)
             self._check_output(f, x)
             capture.backward(f, [torch.zeros_like(f)])  # only shapes are recorded
-        # One vector's gradients were measured; K of them are held. The memory that the products
-        # leave decides the number of pairs.
+        # One vector's gradients were measured, but K of them are held. The remaining memory after
+        # the products determines the number of pairs.
         of_pair = (measured.nbytes * (K or f.shape[-1]) + f.nbytes) // len(f)
         room = self._memory - (PRODUCTS + 2) * self._product_bytes
         part = max(1, room // max(1, of_pair))
         return _Sizes(f.shape[1:], part if batch.can_split else None, batch.channels_last)
 
     def _mask(self, x: Any, sizes: _Sizes, positions: Tensor | None) -> Tensor:
-        """The mask of the wanted positions: (N,) for outputs (N, C), else (N, ...)."""
+        """Return the mask of the requested positions: (N,) for outputs (N, C), else (N, ...)."""
         N = num_examples(x)
         if N is None:  # only the model's output shows it
             with torch.no_grad():
@@ -269,8 +268,8 @@ class OutputCovariance:
         of_example, of_positions = by_position.nonzero().T
         numbers = torch.arange(len(of_example), device=mask.device)
         if num_examples(x) is None or sizes.part is None:
-            # The whole batch runs for each rank: first with every example's first wanted position,
-            # then with every one's second, and so on.
+            # Run the whole batch for each rank: first with every example's first requested
+            # position, then with every one's second, and so on.
             rank = by_position.long().cumsum(1)[of_example, of_positions]
             for k in range(1, int(by_position.sum(1).max()) + 1):
                 now = rank == k
@@ -279,8 +278,8 @@ class OutputCovariance:
                 yield _Part(x, position, of_example[now], numbers[now])
             return
         whole = mask.dim() == 1 and len(of_example) == len(mask)
-        # Pairs with similar positions together: they reach similar positions of layers, so that
-        # more of the others can be left out of the products.
+        # Group pairs with similar positions. They reach similar positions of layers, so the
+        # products can leave out more of the others.
         if not whole:
             order = of_positions.argsort(stable=True)
             of_example, of_positions, numbers = (
@@ -302,13 +301,14 @@ class OutputCovariance:
         variance_only: bool = False,
         differentiable: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Outputs (M, K) and covariances (M, K, K) of a part of the pairs, or their variances.
+        """Return outputs (M, K), and covariances (M, K, K) or variances, of a part of the pairs.
 
-        With q, outputs (M, K) and the covariances (T, q·K, q·K) of M = T·q examples.
+        With q, return outputs (M, K) and the covariances (T, q·K, q·K) of M = T·q examples.
         """
         sink = HeldGradients(self._gradients, differentiable=differentiable)
-        # Step 1: forward, and one vector for each wanted output. It has a one at that output of all
-        # pairs at once: examples do not mix, so that each pair's gradients are its own.
+        # Step 1: the forward pass, and one vector for each requested output. The vector is one at
+        # that output of all pairs at once: examples do not mix, so each pair gets its own
+        # gradients.
         with self._capture(sink, channels_last) as capture:
             f = capture.forward(part.x)
             self._check_output(f, part.x)
@@ -332,8 +332,8 @@ class OutputCovariance:
 
             with torch.autocast(f.device.type, enabled=False):
                 capture.backward(f, vectors())
-        # Step 2: contract the gradients, layer by layer; each layer's gradients are dropped before
-        # the next one's are rotated.
+        # Step 2: contract the gradients, layer by layer. Each layer's gradients are dropped before
+        # the next layer's are rotated.
         f = f if differentiable else f.detach()  # frees the graph before the products
         result = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
         result = result[index[:, None], part.positions[:, None], columns]
@@ -354,9 +354,9 @@ class OutputCovariance:
         columns: Tensor,
         q: int | None,
     ) -> Iterator[tuple[slice, ParameterGradients]]:
-        """The gradients in one parameter after the other, and the examples that they are of."""
+        """Yield the gradients of one parameter after the other, with their slice of examples."""
         K = columns.shape[1]
-        # Some examples at a time, unless these belong together.
+        # Some examples at a time, unless they belong together.
         most_bytes = PRODUCTS * self._product_bytes if q is None else None
         yield from self._gradients.by_parameter(sink.take(), sink.uses, most_bytes)
         names, index = self._proof.assignment.diagonal, torch.arange(K, device=f.device)
@@ -364,7 +364,7 @@ class OutputCovariance:
             return
 
         def vectors(subset: slice) -> Tensor:
-            """A unit vector for each of the wanted outputs (n, K, ..., C)."""
+            """Yield a unit vector for each of the requested outputs (n, K, ..., C)."""
             unit = f.new_zeros(len(f[subset]), K, f[0, ..., 0].numel(), f.shape[-1])
             rows = torch.arange(len(unit), device=f.device)[:, None]
             unit[rows, index, part.positions[subset][:, None], columns[subset]] = 1
@@ -380,7 +380,7 @@ class OutputCovariance:
                 yield subset, ParameterGradients(*self._precision[name], [(J, False)])
 
     def _columns(self, f: Tensor, part: _Part, classes: Tensor | None) -> Tensor:
-        """The indices of the wanted outputs of each pair, (M, K)."""
+        """Return the indices of the requested outputs of each pair, (M, K)."""
         if classes is None:
             return torch.arange(f.shape[-1], device=f.device).expand(len(f), -1)
         if part.pairs is None:
@@ -403,7 +403,7 @@ class OutputCovariance:
 
 
 def default_memory(device: torch.device) -> int:
-    """Bytes that gradients may take on a device by default."""
+    """Return the default number of bytes for gradients on a device."""
     if device.type == "cpu":
         return CPU_MEMORY
     return (total_memory(device) or 2**34) // GPU_SHARE
@@ -416,7 +416,7 @@ def check_not_empty(x: Any) -> None:
 
 
 def check_positions(positions: Tensor | None, outputs: torch.Size) -> Tensor:
-    """The mask (N, ...) of the wanted positions of outputs (N, ..., C); all if None.
+    """Return the mask (N, ...) of the requested positions of outputs (N, ..., C); all by default.
 
     Raises:
         TypeError: a mask that is not boolean.
@@ -439,11 +439,11 @@ def check_positions(positions: Tensor | None, outputs: torch.Size) -> Tensor:
 
 
 def check_classes(classes: Tensor | None, shape: tuple[int, ...], C: int) -> Tensor | None:
-    """The indices of the wanted outputs at each position, (M, K); None if all are wanted.
+    """Return the indices of the requested outputs per position, (M, K); None for all.
 
     Args:
         classes: (K,), or (*shape, K).
-        shape: the positions of the result, M in all.
+        shape: the positions of the result, M in total.
         C: the number of outputs.
 
     Raises:

@@ -113,7 +113,7 @@ class Sink:
         return True
 
     def sums(self) -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
-        """Return the sums of a pass: those of blocks by name, and others. They add over data.
+        """Return the sums of a pass, of blocks by name and of others. They add over data.
 
         The sink is empty afterwards, until the next `start`.
         """
@@ -375,7 +375,7 @@ class Capture:
     def _check_idle(self, gradients: Sequence[Tensor | None]) -> None:
         """Raise a NotImplementedError if a layer that has not run receives a gradient.
 
-        The gradients are those of the sources, of which the idle parameters are the first.
+        ``gradients`` belong to the sources, which begin with the idle parameters.
         """
         ran = {n for t, number in self.runs.number.items() if number for n in t.parameters.values()}
         for name, g in zip(self._idle, gradients, strict=False):

@@ -138,7 +138,7 @@ class PassState:
 class Driver:
     """Run a model over batches. The parameters must not change during a pass.
 
-    The arguments are those of `kronecker_factors`.
+    See `kronecker_factors` for further explanations of the arguments.
 
     Args:
         model: the model.
@@ -204,7 +204,7 @@ class Driver:
         self.state = PassState(self.model, self.task, own)
 
     def add_all(self, data: Iterable[Any], description: str, progress: bool = False) -> None:
-        """Add all batches of the data. The errors are those of `add`.
+        """Add all batches of the data; see `add` for the errors.
 
         With several ranks, some may have empty batches, or no batch at all.
         """

@@ -65,7 +65,7 @@ class TrainingPass:
     It leaves out parameters without a rule, and parameters whose uses no hook captures. They train
     with their plain gradients. A layer whose rows belong to unknown examples is an error.
 
-    The arguments are those of `KfacPreconditioner`. ``parameters`` maps names to the parameters
+    See `KfacPreconditioner` for the arguments. ``parameters`` maps names to the parameters
     that get a block while they are trained.
 
     BatchNorm may be in train mode, except with fisher="exact". Vectors then go back through the

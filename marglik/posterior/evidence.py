@@ -106,7 +106,7 @@ class EvidenceTerms:
     ) -> Tensor:
         """Return γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): the directions that the data determines.
 
-        Source: MacKay 1992, "Bayesian interpolation". The arguments are those of the evidence.
+        Source: MacKay 1992, "Bayesian interpolation". Arguments: see `log_marginal_likelihood`.
         """
         sigma = sigma_noise.to(self.squared_norms)
         return self.spectra.effective(1 / (sigma.square() * temperature) / delta)
@@ -117,7 +117,7 @@ class EvidenceTerms:
         """Return the evidence's derivatives in log δ of each block (B,), and in log σ.
 
         The derivative in log δ is ½(γ − δ‖θ‖²). The log determinant's derivative in log σ is Σγ.
-        The arguments are those of the evidence.
+        See `log_marginal_likelihood` for the arguments.
         """
         sigma = sigma_noise.to(self.squared_norms)
         gamma = self.spectra.effective(1 / (sigma.square() * temperature) / delta)

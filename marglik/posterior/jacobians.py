@@ -23,9 +23,9 @@ from kfac_backend.engine.task import check_finite
 from kfac_backend.precision import at_least_float32
 from marglik.posterior.precision import Precision
 
-_CHECKPOINT = "as of torch.utils.checkpoint. Use checkpoints only in train mode (if self.training)."
+_CHECKPOINT = "torch.utils.checkpoint. Use checkpoints only in train mode (if self.training)."
 NO_JACOBIAN = {
-    "doesn't have storage": "as of packed sequences. Use structure 'kron', or pad the sequences.",
+    "doesn't have storage": "packed sequences. Use structure 'kron', or pad the sequences.",
     "saved tensor hooks": _CHECKPOINT,
     "setup_context": _CHECKPOINT,
 }
@@ -74,7 +74,7 @@ def jacobians(
             if way_out is None:
                 raise
             raise NotImplementedError(
-                f"torch cannot compute the model's Jacobian by vmap, {way_out}"
+                f"torch cannot compute the model's Jacobian by vmap with {way_out}"
             ) from error
     check_finite(model, f, x)
     return (f, J[..., indices]) if differentiable else (f.detach(), J.detach()[..., indices])

@@ -100,7 +100,7 @@ def _check_derivatives(problem: Problem, state: LearnerState, batch: Any) -> Non
     names = problem.learned_by_evidence
     modules = [] if state.ranges is None else state.ranges.modules
     if modules:
-        check_whole(problem.model, "Learning parameters of the inputs")
+        check_whole(problem.model, "Learning the ranges of augmentations")
     curvature, group = problem.options.curvature, problem.ranks.process_group
     posterior = Posterior(problem.model, state.likelihood, curvature, process_group=group)
     with forked_random_numbers(problem.model):

@@ -196,16 +196,16 @@ def warn_of_another_gradient(
             difference += ', as with reduction="sum". Take the mean'
         elif counts_first_labels:
             difference += (
-                f", as of a sum over {terms} terms that is divided by the number of labels before "
-                f"their shift, {num_labels}. If all sequences are as long, pass "
+                f", as for a sum over {terms} terms that is divided by the number of labels before "
+                f"their shift, {num_labels}. If all sequences have this length, pass "
                 f"loss_scale={scale * factor:.6g} to the learner"
             )
         elif not is_mean_over_terms and abs(factor * terms / len(f) - 1) < TOLERANCE:
-            difference += ", as of a mean over all terms that count. Pass loss_mean_over='terms'"
+            difference += ", as for a mean over all terms that count. Pass loss_mean_over='terms'"
         else:
             difference += (
-                ", as of a mean over outputs, or a loss without the factor ½. If it is for all "
-                f"batches, pass loss_scale={scale * factor:.6g} to the learner"
+                ", as for a mean over outputs, or a loss without the factor ½. If this holds "
+                f"for all batches, pass loss_scale={scale * factor:.6g} to the learner"
             )
     elif ours.shape[1] > 1 and same(loops, _per_term(loops, ours) * ours):
         difference = (

@@ -148,7 +148,7 @@ class LearnerOptions:
         for name in options:
             if not any(name in one for one in (own, *names.values())):
                 objects = " and ".join(
-                    f"those of {type(inside[part]).__name__} ({', '.join(one)})"
+                    f"the options of {type(inside[part]).__name__} ({', '.join(one)})"
                     for part, one in names.items()
                 )
                 raise TypeError(

@@ -205,7 +205,7 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "all layers": "NotImplementedError: The covariance of outputs by more than the last layer",
         "Jacobians": "NotImplementedError: structure 'diag' needs whole parameters",
         "Jacobians in training": "NotImplementedError: hessian_structure 'diag' needs whole par",
-        "derivatives": "NotImplementedError: The gradient of factors in what the inputs depend on",
+        "derivatives": "NotImplementedError: The gradient of factors in variables of the inputs",
         "laplace-torch": "NotImplementedError: laplace-torch needs whole parameters",
         "whole model": "ValueError: The state's 'momentum_buffer' is sharded over ranks",
         "one rank saves": "RuntimeError: The values of",
