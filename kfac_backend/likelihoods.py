@@ -155,7 +155,7 @@ class Likelihood:
         return other
 
     def to_learn(self) -> dict[str, Any]:
-        """Parameters that are not given, with the values at which learning starts."""
+        """Return the parameters that are not given, with the values at which learning starts."""
         return {
             option.name: option.metadata["default"]
             for option in fields(self)
@@ -163,7 +163,7 @@ class Likelihood:
         }
 
     def lower_bounds(self) -> dict[str, float]:
-        """Exclusive lower bound of each parameter."""
+        """Return the exclusive lower bound of each parameter."""
         return {f.name: f.metadata["above"] for f in fields(self) if f.metadata}
 
     def num_vectors(self, C: int) -> int:
@@ -250,7 +250,7 @@ class Likelihood:
         return self.log_probabilities(f).argmax(-1)
 
     def moments(self, f: Float[Tensor, "*terms C"], variance: Tensor, sigma: Tensor) -> Moments:
-        """For outputs N(f, variance), return E[y], E[Var(y|f)] and Var(E[y|f]) of each number y.
+        """Return E[y], E[Var(y|f)] and Var(E[y|f]) of each number y, for outputs N(f, variance).
 
         Args:
             f: means of the outputs.

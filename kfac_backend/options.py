@@ -178,7 +178,7 @@ class PassOptions(Options):
         return Fisher.by_name[self.fisher](self.mc_samples)
 
     def of_the_matrix(self) -> dict[str, Any]:
-        """Options that decide which matrix a pass computes or estimates, by name.
+        """Return the options that decide which matrix a pass computes or estimates, by name.
 
         Factors can be added only if these agree. The other options determine how it is computed,
         with which noise (``mc_samples``), or how batches give their targets.

@@ -95,7 +95,7 @@ class KroneckerBlock:
         return [factor.version for factor in self.factors.values()]
 
     def fits(self, shape: torch.Size) -> bool:
-        """Whether the block fits a parameter of this shape: B's rows are its first axes.
+        """Return whether the block fits a parameter of this shape. B's rows are its first axes.
 
         If the block is B alone, dense or diagonal, it covers all entries.
         """
@@ -221,12 +221,12 @@ class KroneckerBlock:
 
     @property
     def cost(self) -> int:
-        """Return the cost of a decomposition or inverse, up to a constant: Σ d³ of its factors."""
+        """Cost of a decomposition or inverse, up to a constant: Σ d³ of its factors."""
         return sum(factor.cost for factor in self.factors.values())
 
     @property
     def _terms(self) -> tuple[float, ...]:
-        """Return the numbers of terms as a tuple: one for all groups, or one for each."""
+        """Numbers of terms as a tuple: one for all groups, or one for each."""
         assert self.num_terms is not None
         return self.num_terms if isinstance(self.num_terms, tuple) else (self.num_terms,)
 

@@ -145,7 +145,7 @@ class Search:
     def other_rules(
         self, assignment: RuleAssignment, comparison: Comparison
     ) -> tuple[RuleAssignment, Comparison]:
-        """Candidate 1: the rules for derived layers that compute the same along other axes."""
+        """Try candidate 1: the rules for derived layers that compute the same along other axes."""
         # If no rule is right for a layer, the last one stays, and candidate 3 follows its
         # parameters.
         number = max((len(t.rule.alternatives) for t in assignment.layers), default=0)
@@ -166,7 +166,7 @@ class Search:
     def other_runs(
         self, assignment: RuleAssignment, comparison: Comparison
     ) -> tuple[RuleAssignment, Comparison]:
-        """Candidates 2: runs on a shared input, on several rows per example, and on constants."""
+        """Try candidates 2: runs on a shared input, on several rows each, and on constants."""
         if self.N is not None and (self.N == 1 or comparison.unknown or comparison.mixed):
             return self._shared_or_consecutive(assignment, comparison)
         if comparison.runs.constants():
@@ -258,7 +258,7 @@ class Search:
     def followed(
         self, assignment: RuleAssignment, comparison: Comparison
     ) -> tuple[RuleAssignment, Comparison]:
-        """Candidates 3: follow parameters and shared outputs operation by operation."""
+        """Try candidates 3: follow parameters and shared outputs operation by operation."""
         shared = _shared_outputs(assignment)
         wrong = self._messages(assignment, comparison)
         own = [name for name in _own_names(assignment) if name in wrong]

@@ -74,7 +74,7 @@ class FactorSums(Sink):
         self._diagonal[name] = self._diagonal.get(name, 0) + g.square().sum((0, 1))
 
     def needs_examples(self, tracked: TrackedLayer) -> bool:
-        """True if positions are summed (reduce), or the rule needs each example's gradient."""
+        """Return whether positions are summed (reduce), or the rule needs example gradients."""
         rule = self.rules[tracked]
         return rule.mode != "expand" or rule.needs_examples
 

@@ -99,7 +99,7 @@ class KfacInterface(laplace.curvature.CurvatureInterface):
 
     @property
     def _layers(self) -> nn.Module:
-        """Return the model, or its last layer alone."""
+        """The model, or its last layer alone."""
         return self.model.last_layer if self.last_layer else self.model  # pyright: ignore
 
     @cached_property

@@ -56,7 +56,7 @@ class FactorKron(Kron):
 
     @property
     def blocks(self) -> list[KroneckerBlock]:
-        """Return a `KroneckerBlock` for each entry of ``kfacs``."""
+        """A `KroneckerBlock` for each entry of ``kfacs``."""
         factor = cache(Factor)  # one for the tensor that a weight and its bias share
         return [
             KroneckerBlock(

@@ -63,7 +63,7 @@ class BlockSums(NamedTuple):
     """(index, count) of this map among the maps in the parameter; (0, 1) for a single map."""
 
     def map(self, change: Callable[[Factor], Factor]) -> "BlockSums":
-        """The sums with each factor replaced."""
+        """Return the sums with each factor replaced."""
         return self._replace(B=change(self.B), A=None if self.A is None else change(self.A))
 
 

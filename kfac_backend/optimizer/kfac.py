@@ -242,7 +242,7 @@ class KFAC(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Return whether the steps unscale gradients; a `GradScaler` asks before each of them.
+        """Whether the steps unscale gradients; a `GradScaler` asks before each of them.
 
         Raises:
             ValueError: fisher="empirical", whose factors already belong to the scaled loss.

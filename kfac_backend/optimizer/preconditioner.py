@@ -541,7 +541,7 @@ class KfacPreconditioner:
 
     @property
     def _own(self) -> list[str]:
-        """Return the parameters whose inverses this rank has."""
+        """The parameters whose inverses this rank has."""
         rank = self.ranks.rank
         return [name for name, owner in self._owners.items() if owner == rank]
 

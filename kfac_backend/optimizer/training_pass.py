@@ -146,7 +146,7 @@ class TrainingPass:
 
     @property
     def is_due(self) -> bool:
-        """Return whether this step makes factors: it is scheduled, or new parameters need some."""
+        """Whether this step makes factors: it is scheduled, or new parameters need some."""
         return self.is_scheduled or not self.trained.now() <= self.covered
 
     def _end_runs_again(self) -> None:

@@ -81,7 +81,7 @@ class JacobianGGN:
 
     @property
     def largest(self) -> Float[Tensor, "P"]:
-        """Return the diagonal of H, for errors that name entries that are not finite."""
+        """The diagonal of H, for errors that name entries that are not finite."""
         return self.precision(torch.zeros(len(self.indices)).to(self.H)).diagonal()
 
     def __add__(self, other: "JacobianGGN") -> "JacobianGGN":

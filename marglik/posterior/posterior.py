@@ -638,7 +638,7 @@ class Posterior:
         return self._terms
 
     def precision_per_block(self, delta: Tensor) -> Tensor:
-        """δ in the form for `evidence_terms`, in float64; from Jacobians one per parameter.
+        """Return δ in the form for `evidence_terms`, in float64; from Jacobians per parameter.
 
         For a subnetwork with as many parameters as tensors, δ is one per parameter.
         """
@@ -654,19 +654,19 @@ class Posterior:
         return delta.expand(self.n_layers)[self._tensor_of(indices)]
 
     def precision_per_tensor(self, delta: Tensor) -> Tensor:
-        """δ of each tensor, from `prior_precision`, which may have one value per parameter."""
+        """Return δ of each tensor from `prior_precision`, which may have a value per parameter."""
         is_ambiguous = self.n_layers in (len(self.indices), self.n_params)
         if self.structure == "kron" or not is_ambiguous:
             return delta
         return delta[self._tensor_of(self._ggn_indices())]
 
     def _ggn_indices(self) -> Tensor:
-        """Indices of parameters with a posterior; after a fit from Jacobians without padding."""
+        """Return indices of parameters with a posterior; after a fit from Jacobians no padding."""
         fit = self._curvature
         return (fit.indices if isinstance(fit, JacobianGGN) else self.indices).to(self._device)
 
     def _tensor_of(self, indices: Tensor) -> Tensor:
-        """Index of the tensor of each parameter."""
+        """Return the index of the tensor of each parameter."""
         ends = torch.tensor(self._sizes, device=self._device).cumsum(0)
         return torch.searchsorted(ends, indices, right=True)
 
@@ -709,7 +709,7 @@ class Posterior:
         return self.evidence_terms.log_likelihood(self.sigma_noise, self.temperature)
 
     def effective_parameters(self) -> Tensor:
-        """γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): each tensor's directions that the data determines.
+        """Return γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): the directions that the data determines.
 
         Each is between 0 and the number of the tensor's parameters; see `EvidenceTerms`.
         """

@@ -223,7 +223,7 @@ class LowRankPrecision(Precision):
     @cached_property
     @torch.inference_mode(False)  # as above
     def _inner(self) -> Tensor:
-        """Return I + R P₀⁻¹ Rᵀ, (K, K)."""
+        """I + R P₀⁻¹ Rᵀ, (K, K)."""
         return torch.eye(len(self._R)).to(self._R) + (self._R / self._delta) @ self._R.mT
 
     def matvec(self, v: Tensor) -> Tensor:

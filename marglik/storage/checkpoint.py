@@ -54,7 +54,7 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the minimum time has passed since the last state."""
+        """Whether the minimum time has passed since the last state."""
         due = time.monotonic() - self._last >= self._seconds
         return self.ranks.gather(due)[0]
 

@@ -313,7 +313,7 @@ def _after_step(
 
 
 def _is_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a gradient scaler makes a fused optimiser leave the parameters as they are."""
+    """Return whether a gradient scaler makes a fused optimiser skip the step."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
 

@@ -278,14 +278,14 @@ class PriorLearner:
         return self.state.evidences
 
     def weight_decays(self) -> Tensor:
-        """The current weight decay of each group, (groups,).
+        """Return the current weight decay of each group, (groups,).
 
         It is T·δ/N, times the factor e^c by which held-out labels raise it, see `DecayPolicy`.
         """
         return self.state.weight_decays(self.problem)
 
     def latest_numbers(self) -> dict[str, float]:
-        """Numbers to log if an update followed the latest step; otherwise empty."""
+        """Return the numbers to log if an update followed the latest step; otherwise empty."""
         state, is_logged = self.state, self._hooks is None or not self.problem.has_rounds
         if is_logged or state.steps_at_update != state.steps[-1]:
             return {}

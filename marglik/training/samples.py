@@ -93,7 +93,7 @@ def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> 
 
 
 def takes_all(options: "LearnerOptions") -> bool:
-    """Whether all updates pass over all data in the loader's batches."""
+    """Return whether all updates pass over all data in the loader's batches."""
     # With keep="best", noise would choose among the evidences. Jacobians cost the same for random
     # vectors.
     is_for_samples = options.curvature_from == "auto" and options.hessian_structure == "kron"

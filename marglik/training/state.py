@@ -245,7 +245,7 @@ class Problem:
         return problem
 
     def initial_hyperparameters(self) -> Hyperparameters:
-        """The initial hyperparameters."""
+        """Return the initial hyperparameters."""
         options = self.options
         sigma, learns = options.sigma_noise, options.learn_sigma_noise
         if learns is None:
@@ -310,7 +310,7 @@ class Problem:
         return self.options.schedule.averages and num_steps != 1
 
     def has_new_rate(self, state: "LearnerState") -> bool:
-        """Whether an update is due because the learning rate has changed since the last update.
+        """Return whether the learning rate has changed since the last update, which makes one due.
 
         If the end is known, updates are frequent enough without this rule.
         """
@@ -320,7 +320,7 @@ class Problem:
         return may_update and rates[1] > NEW_RATE * rates[0]
 
     def may_rest(self, state: "LearnerState") -> bool:
-        """Whether updates may be skipped: they have a budget and learn only weight decays."""
+        """Return whether updates may be skipped: with a budget, learning only weight decays."""
         schedule = self.options.schedule
         # Held-out labels determine the share of wrong labels, not updates.
         learns_more = state.hyperparameters.learn_sigma_noise or self.learned_by_evidence
@@ -453,7 +453,7 @@ class Problem:
         vars(self).pop("averages", None)  # it depends on the number of steps
 
     def identity(self, hyperparameters: Hyperparameters) -> dict[str, Any]:
-        """Values that must agree to continue from a state; the number of epochs may change."""
+        """Return the values that must agree to continue from a state, without the epochs."""
         options, hyper = self.options, hyperparameters
         return {
             "groups": list(hyper.groups.names),
@@ -548,7 +548,7 @@ class LearnerState:
         )
 
     def posterior_is_current(self, problem: Problem) -> bool:
-        """Whether the posterior belongs to the present parameters; collective.
+        """Return whether the posterior belongs to the present parameters; collective.
 
         The parameters are compared by value, because the loop may have loaded others.
         """
