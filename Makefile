@@ -59,7 +59,7 @@ gpu: $(INSTALLED)  ## on a machine with a GPU: tests, benchmarks, and one seed o
 # Without what depends least on versions, as CI has half an hour. Not by paths: their conftest.py
 # would import what jaxtyping must see first.
 PACKAGES_ALONE := --ignore-glob='*/tests/test_*.py' \
-	$(addprefix --ignore=tests/,experiments examples fuzz kfac_backend/covariance kfac_backend/optimizer marglik/report)
+	$(addprefix --ignore=tests/,experiments examples fuzz kfac_backend/covariance kfac_backend/optimizer marglik/application/report)
 
 test-lowest:  ## run most of both packages' tests with the oldest dependencies that pyproject.toml allows
 	$(PYTHON) -m venv .venv-lowest

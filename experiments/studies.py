@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kfac_backend.atomic_files import write_file
-from marglik.runs.printing import progress_lines
-from marglik.storage.provenance import environment
-from marglik.storage.run_folder import write_json
+from marglik.application.runs.printing import progress_lines
+from marglik.storage.environment import environment
+from marglik.storage.record_files import write_json
 
 if TYPE_CHECKING:  # each run has a process of its own, which draws nothing
     from matplotlib.figure import Figure

@@ -230,6 +230,13 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be {needed}, not {wrong}.")
 
 
+def check_fraction(argument: str, value: float, *, zero: bool = True) -> None:
+    """Raise a ValueError unless the fraction is in [0, 1), or in (0, 1) if zero is False."""
+    if not (0 <= value < 1 if zero else 0 < value < 1):
+        allowed = "in [0, 1), 0 for none" if zero else "between 0 and 1, both excluded"
+        raise ValueError(f"{argument}={value} must be a fraction {allowed}.")
+
+
 def check_keys(owner: str, state: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Raise a ValueError that names the entries that a state lacks."""
     missing = [key for key in keys if key not in state]

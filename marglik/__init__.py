@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from marglik.application.report import write_report as write_report
     from marglik.attribution.influence import influence as influence
     from marglik.augmentation import LearnedAugmentation as LearnedAugmentation
     from marglik.drop_in import marglik_training as marglik_training
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from marglik.prediction.suspicious_labels import SuspiciousLabels as SuspiciousLabels
     from marglik.prediction.suspicious_labels import suspicious_labels as suspicious_labels
     from marglik.prediction.verdict import verdict as verdict
-    from marglik.report import write_report as write_report
     from marglik.training.decay_policy import DecayPolicy as DecayPolicy
     from marglik.training.learner import PriorLearner as PriorLearner
     from marglik.training.loop import OnlineResult as OnlineResult
@@ -84,7 +84,7 @@ _MODULES = {
     "update_prior": "posterior.prior",
     "verdict": "prediction.verdict",
     "weight_decay_to_precision": "posterior.prior",
-    "write_report": "report",
+    "write_report": "application.report",
 }
 __all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  # see the imports
 

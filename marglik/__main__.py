@@ -2,7 +2,7 @@
 
 import sys
 
-from marglik.cli import main
+from marglik.application.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.options import check_fraction
 from marglik.data import Batches
-from marglik.data.splits import check_fraction
 from marglik.eval_mode import eval_mode
 from marglik.models import MLP
 from marglik.prediction.acquisition import AcquisitionMethod, acquire

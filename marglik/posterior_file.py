@@ -26,14 +26,14 @@ from kfac_backend.sharding import check_whole
 from marglik.laplace import Laplace, ParametricLaplace
 from marglik.posterior.posterior import Posterior
 from marglik.specification import build_from_spec
+from marglik.storage.environment import environment
 from marglik.storage.model_state import (
     check_state,
     names_replaced,
     tensors_of,
     tensors_of_others,
 )
-from marglik.storage.provenance import environment
-from marglik.storage.run_folder import (
+from marglik.storage.record_files import (
     FACTORS,
     FINGERPRINTS,
     MODEL,
@@ -61,7 +61,7 @@ def save_posterior(
         folder: folder to write to; created if it does not exist.
         model: specification of the network, ``{"class_path": ..., "init_args": {...}}``; without
             it, loading needs the network as an argument.
-        data: record of the data of the fit, see `marglik.data.record`.
+        data: record of the data of the fit, see `marglik.application.data.record`.
         frozen: whether to write parameters without a posterior, such as the other layers of a
             last-layer `Laplace`. Without them, loading needs a network that already has them, and
             compares their sum. By default they are written only if ``model`` is given, because a

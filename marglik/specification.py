@@ -14,7 +14,7 @@ from torch import nn
 
 from kfac_backend.extras import extra
 
-OURS = ("marglik.augmentation", "marglik.data", "marglik.models")
+OURS = ("marglik.application.data", "marglik.augmentation", "marglik.data", "marglik.models")
 """Modules whose public classes a file may name, in addition to the networks of
 torchvision.models."""
 MAY_BE_BUILT = ("torch.nn.Module", "marglik.data.DataSource", "marglik.augmentation.Transform")

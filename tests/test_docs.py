@@ -105,7 +105,7 @@ def test_the_reference_shows_signatures_arguments_and_members(generator):
 
 
 def test_the_command_line_page_has_the_options_of_each_command(generator):
-    from marglik.cli import COMMANDS
+    from marglik.application.cli import COMMANDS
 
     page = (DOCS / "command-line.md").read_text()
     assert re.findall(r"^<!-- help: (\w+) -->$", page, re.M) == list(COMMANDS)

@@ -67,12 +67,29 @@ def rooms(package):
     """Room -> the rooms of the package that it imports from; a module at the top is a room."""
     there = {path.stem for path in (ROOT / package).glob("*")}
     graph = {}
-    for path, module in imports(package):
+    # What a package lends on first use is no import.
+    for path, module in imports(package, of_types=package != "marglik"):
         own, *below = path.relative_to(ROOT / package).with_suffix("").parts
         names = module.split(".")
         if names[0] == package and there.intersection(names[1:2]) and (own != "__init__" or below):
             graph.setdefault(own, set()).add(names[1])
     return {room: others - {room} for room, others in graph.items()}
+
+
+def test_the_library_never_imports_the_application():
+    """But for the command, and for names that `marglik` and `marglik.data` lend on first use."""
+    library = ROOT / "marglik"
+    application, command = library / "application", library / "__main__.py"
+    lend = {library / "__init__.py", library / "data" / "__init__.py"}
+    for of_types, expected in ((True, {command, *lend}), (False, {command})):
+        found = {
+            path
+            for path, module in imports("marglik", of_types)
+            if module.startswith("marglik.application.")
+        }
+        of_application = {path for path in found if path.is_relative_to(application)}
+        assert len(of_application) > 10
+        assert found - of_application == expected
 
 
 @pytest.mark.parametrize("package", PACKAGES)

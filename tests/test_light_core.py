@@ -79,12 +79,12 @@ MISSING = {
     "marglik.write_report(['.'])": ("yaml", "report"),
     "marglik.data.Digits().load()": ("sklearn", "statistics"),
     "marglik.data.TableFile('table.csv').load()": ("pandas", "tables"),
-    "marglik.runs.config.RunConfig(logger='tensorboard')": ("tensorboard", "loggers"),
-    "marglik.runs.config.RunConfig(logger='wandb')": ("wandb", "loggers"),
+    "marglik.application.runs.config.RunConfig(logger='tensorboard')": ("tensorboard", "loggers"),
+    "marglik.application.runs.config.RunConfig(logger='wandb')": ("wandb", "loggers"),
 }  # fmt: skip
 
 REFUSALS = """
-import kfac_backend, marglik, marglik.data, marglik.runs.config, pathlib
+import kfac_backend, marglik, marglik.data, marglik.application.runs.config, pathlib
 x, y = torch.randn(30, 4), torch.randint(3, (30,))
 model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters())
@@ -98,7 +98,7 @@ for line in {lines!r}:
         print("refused", error.name, error, sep="|")
     else:
         print("not refused", line)
-for module in ("marglik.cli", "marglik.__main__"):
+for module in ("marglik.application.cli", "marglik.__main__"):
     try:
         __import__(module)
     except SystemExit as error:
@@ -142,13 +142,15 @@ def test_a_missing_extra_is_one_line_that_says_how_to_get_it(printed):
         for module, extra in MISSING.values()
     ]
     command = "marglik: docstring_parser is not installed: pip install 'marglik[command]'."
-    expected += [f"refused|{module}|{command}" for module in ("marglik.cli", "marglik.__main__")]
+    expected += [
+        f"refused|{module}|{command}" for module in ("marglik.application.cli", "marglik.__main__")
+    ]
     assert printed[1:] == expected
     assert {extra for _, extra in MISSING.values()} <= set(PROJECT["optional-dependencies"])
 
 
 COMMANDS = """
-from marglik.cli import main
+from marglik.application.cli import main
 options = "--config digits --model MLP --model.in_features 64 --model.hidden [4] --epochs 1"
 options += " --prior.every 1 --prior.steps 1 --ood.num_images 20 --no_progress --no_baseline"
 assert main(["train", *options.split(), "--output", "run"]) == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kfac_backend.layers import registry
-from marglik.cli import main
+from marglik.application.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]

@@ -148,7 +148,7 @@ def test_wheel_and_sdist_hold_the_packages(built, clone):
         for path in (clone / package).rglob("*")
         if path.is_file() and path.suffix != ".md"
     }
-    assert {"marglik/py.typed", "marglik/presets/digits.yaml"} <= of_packages
+    assert {"marglik/py.typed", "marglik/application/presets/digits.yaml"} <= of_packages
     metadata = f"marglik-{PROJECT['version']}.dist-info/"
     assert {name for name in inside if not name.startswith(metadata)} == of_packages
     with tarfile.open(sdist) as archive:

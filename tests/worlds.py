@@ -20,8 +20,9 @@ from pkgutil import resolve_name
 from typing import Any
 
 IMPORTED = (
-    "marglik.cli", "marglik.runs.evaluate", "marglik.runs.train",
-    "marglik.report", "scipy.optimize", "sklearn.metrics", "torch._dynamo",
+    "marglik.application.cli", "marglik.application.report",
+    "marglik.application.runs.evaluate", "marglik.application.runs.train",
+    "scipy.optimize", "sklearn.metrics", "torch._dynamo",
 )  # fmt: skip
 """What commands import when they need it."""
 ROOT = Path(__file__).parents[1]

@@ -45,7 +45,7 @@ def _part(match: re.Match[str]) -> str:
 
 def printed_help(command: str) -> str:
     """The output of ``--help all``, as a block of text."""
-    from marglik.cli import main
+    from marglik.application.cli import main
 
     output = io.StringIO()
     with patch.dict(os.environ, COLUMNS=str(WIDTH)), redirect_stdout(output), suppress(SystemExit):

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from marglik.data.splits import DataSource
+from marglik.application.data.splits import DataSource
 
 VARIABLE = "MARGLIK_DATA"
 """Environment variable with the folder of the archives; ../shared/data if it is not set."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from experiments.data.archives import unpacked
-from kfac_backend.options import check_positive
-from marglik.data.splits import DataSource, Splits, check_fraction
+from kfac_backend.options import check_fraction, check_positive
+from marglik.application.data.splits import DataSource, Splits
 
 FILE = "dart-v1.1.1-full-dev.json.gz"
 ORIGIN = "DART v1.1.1 by Nan et al. 2021, github.com/Yale-LILY/dart, compressed by gzip"

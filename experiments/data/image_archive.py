@@ -10,7 +10,7 @@ import torch
 
 from experiments.data.archives import members
 from kfac_backend.atomic_files import read_tensors, sha256, write_tensors
-from marglik.data.images import MEAN, STD, Part, TwoPartData, decode_images
+from marglik.application.data.images import MEAN, STD, Part, TwoPartData, decode_images
 
 
 @dataclass(eq=False)

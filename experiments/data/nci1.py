@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from experiments.data.archives import members
-from marglik.data.splits import DataSource, Splits, check_fraction, stratified
+from kfac_backend.options import check_fraction
+from marglik.application.data.splits import DataSource, Splits, stratified
 from marglik.graphs import Graphs
 
 FILE = "NCI1.tar.gz"

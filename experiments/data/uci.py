@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from experiments.data.archives import members
-from marglik.data.splits import DataSource, Splits
+from marglik.application.data.splits import DataSource, Splits
 
 FILE = "uci.tar.gz"
 ORIGIN = (

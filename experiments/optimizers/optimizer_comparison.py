@@ -42,8 +42,8 @@ from experiments.optimizers.training import (
 )
 from experiments.studies import Result, markdown, mean_with_error, study
 from kfac_backend.optimizer import KFAC
+from marglik.application.data.splits import Splits
 from marglik.data import Digits
-from marglik.data.batches import Splits
 from marglik.models import WideResNetFixup
 
 NAME = "optimizer_comparison"

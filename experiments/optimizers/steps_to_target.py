@@ -58,7 +58,7 @@ from experiments.optimizers.training import (
     seconds_of_steps,
 )
 from experiments.studies import Result, markdown, mean_with_error, study
-from marglik.data.batches import Splits
+from marglik.application.data.splits import Splits
 
 Part = Literal["search", "seeds"]
 

@@ -23,8 +23,7 @@ from experiments.studies import Result
 from experiments.timing import interleaved
 from kfac_backend.optimizer import KFAC, KfacPreconditioner, PreconditionerOptions
 from kfac_backend.options import Mode
-from marglik.data.batches import split_batches
-from marglik.data.splits import SplitName, Splits
+from marglik.application.data.splits import SplitName, Splits, split_batches
 from marglik.eval_mode import eval_mode
 from marglik.posterior.prior import parameter_kind
 

@@ -29,7 +29,9 @@ from experiments.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from experiments.data.image_archive import ImageArchive
 from experiments.studies import Result, file_name, grouped, markdown, mean_with_error, study
 from experiments.weight_decay.presets import PRESETS
-from marglik.cli import main as marglik
+from marglik.application.cli import main as marglik
+from marglik.application.data.splits import split_batches, tensors_in
+from marglik.application.records import to_json
 from marglik.data import (
     Batches,
     ClassSubset,
@@ -39,17 +41,14 @@ from marglik.data import (
     Splits,
     out_of_distribution_images,
 )
-from marglik.data.batches import split_batches
-from marglik.data.splits import tensors_in
 from marglik.posterior.posterior import Layers, Posterior
 from marglik.posterior_file import load_posterior
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Calibration, Prediction, predict_from_gaussian
 from marglik.prediction.metrics import compute_metrics, out_of_distribution_metrics
 from marglik.prediction.predictive import PredictiveConfig, remembered_calibration
-from marglik.records import to_json
 from marglik.specification import build_from_spec
-from marglik.storage.run_folder import read_posterior
+from marglik.storage.record_files import read_posterior
 
 BATCH_SIZE = 50
 SCORES = ("entropy", "epistemic")

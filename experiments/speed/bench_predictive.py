@@ -31,7 +31,7 @@ from experiments.speed.contenders import limit, network, training_step
 from experiments.studies import Result, markdown, study
 from experiments.timing import interleaved, medians, peak_memory
 from marglik import marglik_training
-from marglik.data.batches import split_batches
+from marglik.application.data.splits import split_batches
 
 CPU = torch.device("cpu")
 

@@ -38,11 +38,11 @@ from experiments.timing import interleaved, median_ratios, medians
 from kfac_backend import CurvatureOptions, kronecker_factors
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik import KronLaplace, Posterior
+from marglik.application.runs.optimizers import OptimizerConfig, build_optimizer
 from marglik.data import Batches
 from marglik.models import MLP
-from marglik.runs.optimizers import OptimizerConfig, build_optimizer
-from marglik.storage.provenance import environment
-from marglik.storage.run_folder import write_json
+from marglik.storage.environment import environment
+from marglik.storage.record_files import write_json
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
 

@@ -29,9 +29,9 @@ from typing import Any
 
 from experiments.data import specification
 from experiments.studies import Result, grouped, markdown, mean_with_error, metric_of, study
-from marglik.cli import main as marglik
-from marglik.records import to_json
-from marglik.storage.run_folder import read_log, read_results
+from marglik.application.cli import main as marglik
+from marglik.application.records import to_json
+from marglik.application.run_folder import read_log, read_results
 
 # Eschenhagen et al. 2023, Table 2: test NLL and accuracy (%) of three seeds, by approach and
 # augmentation; and seconds per update on an A100.

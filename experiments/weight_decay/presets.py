@@ -22,9 +22,9 @@ from experiments.studies import (
     metric_of,
     study,
 )
-from marglik.cli import main as marglik
-from marglik.records import to_json
-from marglik.storage.run_folder import read_results
+from marglik.application.cli import main as marglik
+from marglik.application.records import to_json
+from marglik.application.run_folder import read_results
 
 NLL = "nll"
 PRESETS = Path(__file__).parents[1] / "presets"

@@ -361,7 +361,8 @@ class Capture:
                 create_graph=self.sink.differentiable,
                 allow_unused=True,
             )
-            self._check_idle(gradients[len(leaves) :])
+            if self._idle:
+                self._check_idle(gradients[len(leaves) :])
             # The gradients of followed outputs are now complete.
             for run in () if self.follower is None else self.follower.vector_done():
                 self.runs.reached[run.tracked, run.number] = True

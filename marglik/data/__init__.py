@@ -1,11 +1,26 @@
-"""Data: sources, splits, changes and batches."""
+"""Data: sources, splits, changes and batches.
+
+`Batches` is part of the library. The other names are those of `marglik.application.data`, which is
+imported on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from marglik.data.batches import Batches, crop_and_flip
-from marglik.data.files import TensorFile
-from marglik.data.images import CIFAR10, SVHN, ClassSubset, Digits, ImageFolder
-from marglik.data.out_of_distribution import Noise, out_of_distribution_images
-from marglik.data.splits import DataSource, Splits
-from marglik.data.tables import TableFile
+
+if TYPE_CHECKING:
+    from marglik.application.data import CIFAR10 as CIFAR10
+    from marglik.application.data import SVHN as SVHN
+    from marglik.application.data import ClassSubset as ClassSubset
+    from marglik.application.data import DataSource as DataSource
+    from marglik.application.data import Digits as Digits
+    from marglik.application.data import ImageFolder as ImageFolder
+    from marglik.application.data import Noise as Noise
+    from marglik.application.data import Splits as Splits
+    from marglik.application.data import TableFile as TableFile
+    from marglik.application.data import TensorFile as TensorFile
+    from marglik.application.data import out_of_distribution_images as out_of_distribution_images
 
 __all__ = [
     "CIFAR10",
@@ -22,3 +37,9 @@ __all__ = [
     "crop_and_flip",
     "out_of_distribution_images",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'marglik.data' has no attribute '{name}'")
+    return getattr(import_module("marglik.application.data"), name)

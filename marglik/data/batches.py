@@ -11,8 +11,12 @@ from torch.utils.data import StackDataset
 
 from kfac_backend.options import check_positive
 from kfac_backend.ranks import Ranks
-from marglik.data.splits import Inputs, Pair, SplitName, Splits
+from marglik.graphs import Graphs
 
+Inputs = Tensor | Graphs
+"""N examples: a tensor (N, ...), or N graphs."""
+Pair = tuple[Any, Tensor]
+"""`Inputs` x and targets y, examples first."""
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel, in 0..255."""
 
@@ -179,42 +183,3 @@ def crop_and_flip(
     pixels = rows[:, :, None] * padded.shape[3] + columns[:, None, :]  # (B, H, W)
     pixels = pixels.flatten(1)[:, None].expand(-1, channels, -1)  # (B, C, H W)
     return padded.flatten(2).gather(2, pixels).unflatten(2, (height, width))
-
-
-def split_batches(
-    splits: Splits,
-    split: SplitName,
-    batch_size: int,
-    *,
-    augment: bool = False,
-    channels_last: bool = False,
-    **options: Any,
-) -> Batches:
-    """Return a loader of a split, with images normalised, and optionally cropped and flipped.
-
-    Args:
-        splits: the data.
-        split: name of the split.
-        batch_size: as for `Batches`, with augment and channels_last.
-        augment: for images only.
-        channels_last: for images only.
-        options: further arguments of `Batches`.
-
-    Raises:
-        ValueError: there is no such split, or data that are not images should be augmented or have
-            a memory format.
-    """
-    examples: Pair | None = getattr(splits, split)
-    if examples is None:
-        raise ValueError(
-            f"{splits.name} has no {split} examples. Split some off, for example with "
-            "--data.validation 0.1."
-        )
-    if splits.mean is not None and splits.std is not None:
-        options["normalisation"] = splits.mean, splits.std
-        options |= {"augment": augment, "channels_last": channels_last}
-    elif augment or channels_last:
-        raise ValueError(
-            f"{splits.name} contains no images. augment and channels_last are for images."
-        )
-    return Batches(*examples, batch_size, **options)

@@ -29,7 +29,7 @@ from marglik.prediction.calibration import HeldOut, collected, fit_sharpness
 from marglik.prediction.links import Calibration, Prediction, predict_from_outputs
 from marglik.prediction.predictive import Labels, PredictiveConfig, outputs_of
 from marglik.storage.model_state import check_state, tensors_of
-from marglik.storage.run_folder import ENSEMBLE, MEMBERS, read_record, write_record
+from marglik.storage.record_files import ENSEMBLE, MEMBERS, read_record, write_record
 
 
 class Ensemble:

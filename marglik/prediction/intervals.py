@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kfac_backend.extras import extra
+from marglik.prediction.metric_types import Difference, Interval, Metrics
 from marglik.prediction.metrics import SHARES
-from marglik.records import Difference, Interval, Metrics
 
 __all__ = [
     "LEVEL",

@@ -15,7 +15,7 @@ from torch import Tensor
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from marglik.prediction.links import Prediction
-from marglik.records import Bins, Coverage, Curve, Metrics
+from marglik.prediction.metric_types import Bins, Coverage, Curve, Metrics
 
 __all__ = [
     "SHARES",

@@ -16,9 +16,9 @@ from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import TargetOptions
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import differences, of_examples
+from marglik.prediction.metric_types import METRICS, Difference, Metrics
 from marglik.prediction.metrics import compute_metrics, example_scores
 from marglik.prediction.predictive import predict_all
-from marglik.records import METRICS, Difference, Metrics
 
 MEASURES = ("nll", "accuracy")
 """The metrics of a verdict."""

@@ -7,7 +7,7 @@ import pytest
 
 from experiments import studies
 from tests.experiments.data.text_and_graphs import write_uci
-from tests.marglik.data.image_helpers import encoded, write_archive
+from tests.marglik.application.data.image_helpers import encoded, write_archive
 
 
 @pytest.fixture

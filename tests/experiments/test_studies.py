@@ -44,7 +44,7 @@ from experiments.weight_decay import (
     weight_decay_study,
 )
 from experiments.weight_decay.training import averaged_model, digits, mlp, no_norm
-from marglik.cli import main as marglik
+from marglik.application.cli import main as marglik
 from marglik.data import Splits
 from marglik.models import MLP
 from tests.experiments.data.text_and_graphs import (

@@ -20,7 +20,7 @@ from experiments.predictions.out_of_distribution import Row, predict_rows
 from experiments.table2 import marglik_cifar10 as table2
 from experiments.uci import regression as uci
 from experiments.weight_decay import any_loop
-from marglik.cli import main as marglik
+from marglik.application.cli import main as marglik
 from marglik.models import MLP
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import Calibration

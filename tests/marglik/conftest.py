@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from marglik.cli import main
+from marglik.application.cli import main
 from tests.marglik import threads
-from tests.marglik.runs.command_line import DATA, MODEL, NOISE, QUIET, TRAIN
+from tests.marglik.application.runs.command_line import DATA, MODEL, NOISE, QUIET, TRAIN
 
 
 @pytest.fixture(scope="module")

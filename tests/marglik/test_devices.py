@@ -5,16 +5,16 @@ import torch
 from torch.testing import assert_close
 
 from marglik import KronLaplace
-from marglik.cli import main
+from marglik.application.cli import main
+from marglik.application.records import to_json
+from marglik.application.run_folder import read_evaluation, read_results
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.posterior_file import load_posterior, save_posterior
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
-from marglik.records import to_json
-from marglik.storage.run_folder import read_evaluation, read_results
 from tests.marglik import posteriors
+from tests.marglik.application.runs.command_line import DATA, MODEL, TRAIN
 from tests.marglik.posteriors import LIKELIHOODS
-from tests.marglik.runs.command_line import DATA, MODEL, TRAIN
 
 pytestmark = pytest.mark.gpu
 METHODS = {

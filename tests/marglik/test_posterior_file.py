@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import marglik.laplace
 from kfac_backend.options import CurvatureOptions
 from marglik import KronLaplace, Posterior, load_posterior, save_posterior
-from marglik.storage.run_folder import POSTERIOR
+from marglik.storage.record_files import POSTERIOR
 from tests.marglik.posteriors import CASES, data, fitted, network, predictions
 
 pytestmark = pytest.mark.usefixtures("one_thread")

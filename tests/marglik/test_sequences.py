@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.options import CurvatureOptions
+from marglik.application.runs.config import CurvatureConfig
 from marglik.data import Splits
 from marglik.posterior.posterior import Posterior
 from marglik.prediction import predictive as predictive_module
@@ -19,7 +20,6 @@ from marglik.prediction.predictive import (
     map_predictive,
     predict_all,
 )
-from marglik.runs.config import CurvatureConfig
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
 from tests import oracles

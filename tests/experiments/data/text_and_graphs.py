@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.marglik.data.image_helpers import write_archive
+from tests.marglik.application.data.image_helpers import write_archive
 
 TYPES = 3
 """Kinds of nodes in the archives."""

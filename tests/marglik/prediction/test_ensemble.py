@@ -6,12 +6,12 @@ from torch import nn
 from torch.testing import assert_close
 
 from marglik import Ensemble, PriorLearner
-from marglik.cli import main
+from marglik.application.cli import main
 from marglik.models import MLP
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
 from marglik.training.loop import OnlineTraining
+from tests.marglik.application.runs.command_line import DATA, MODEL, TRAIN, results_of
 from tests.marglik.plain_loop import learn
-from tests.marglik.runs.command_line import DATA, MODEL, TRAIN, results_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

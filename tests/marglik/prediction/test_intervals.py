@@ -14,7 +14,7 @@ from marglik.prediction.intervals import (
     of_examples,
     share_interval,
 )
-from marglik.records import Metrics
+from marglik.prediction.metric_types import Metrics
 
 Z = stats.norm.ppf(0.975)
 

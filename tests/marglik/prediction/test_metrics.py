@@ -16,7 +16,9 @@ from torchmetrics.functional.classification import (
     multiclass_calibration_error,
 )
 
+from marglik.application.records import to_json
 from marglik.prediction.links import Prediction
+from marglik.prediction.metric_types import Metrics
 from marglik.prediction.metrics import (
     POINTS,
     _bins,
@@ -29,7 +31,6 @@ from marglik.prediction.metrics import (
     risk_coverage_curve,
     roc_curve,
 )
-from marglik.records import Metrics, to_json
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from marglik import Ensemble, OnlineResult, Posterior, verdict
 from marglik.models import MLP
+from marglik.prediction.metric_types import Metrics
 from marglik.prediction.verdict import in_words, instability
-from marglik.records import Metrics
 
 CASES = {  # differences of NLL and accuracy, and a part of the text
     "gain": (

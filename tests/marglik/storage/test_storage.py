@@ -7,10 +7,9 @@ import shutil
 import pytest
 import torch
 
-from marglik.records import (
+from marglik.application.records import (
     Environment,
     Evidence,
-    Metrics,
     Network,
     Results,
     Scores,
@@ -18,20 +17,20 @@ from marglik.records import (
     SuspiciousLabels,
     TensorDecay,
 )
-from marglik.storage.checkpoint import Checkpoints
-from marglik.storage.provenance import environment
-from marglik.storage.run_folder import (
+from marglik.application.run_folder import (
     RunLog,
     begin_run,
     read_evaluation,
     read_log,
-    read_record,
     read_results,
     remove_states,
-    write_record,
     write_results,
 )
-from tests.marglik.runs.command_line import content
+from marglik.prediction.metric_types import Metrics
+from marglik.storage.checkpoint import Checkpoints
+from marglik.storage.environment import environment
+from marglik.storage.record_files import read_record, write_record
+from tests.marglik.application.runs.command_line import content
 from tests.marglik.states import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,11 +20,11 @@ from marglik import (
     marglik_training,
     update_prior,
 )
+from marglik.application.runs.config import RunConfig
+from marglik.application.runs.optimizers import OptimizerConfig
+from marglik.application.runs.setup import Setup
+from marglik.application.runs.trainings import Training, train_network
 from marglik.data import Splits
-from marglik.runs.config import RunConfig
-from marglik.runs.optimizers import OptimizerConfig
-from marglik.runs.setup import Setup
-from marglik.runs.trainings import Training, train_network
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
 from marglik.training import average as average_module
@@ -71,7 +71,7 @@ def test_all_entries_learn_the_same_decays_by_default(tmp_path, monkeypatch):
         fabric=Fabric(accelerator="cpu", devices=1),
     )  # fmt: skip
     in_order = DataLoader(dataset(), 8)  # without the command's shuffle
-    monkeypatch.setattr("marglik.runs.trainings._batches", lambda *_: in_order)
+    monkeypatch.setattr("marglik.application.runs.trainings._batches", lambda *_: in_order)
     learned = Training("learned", lambda: command, 0, Checkpoints(tmp_path))
     _, result = train_network(setup, learned)
     assert_close(

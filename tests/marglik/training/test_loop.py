@@ -19,9 +19,9 @@ from marglik import (
     PriorLearner,
     Schedule,
 )
+from marglik.application.runs.optimizers import OptimizerConfig, build_optimizer
 from marglik.loaders import count_examples
 from marglik.posterior.prior import add_penalty
-from marglik.runs.optimizers import OptimizerConfig, build_optimizer
 from tests.kfac_backend.test_steady_batch import WAITS, Dispatched
 from tests.marglik.states import same
 from tests.marglik.training.runs import scaled_fabric

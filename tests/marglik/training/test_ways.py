@@ -25,12 +25,12 @@ from marglik import (
     maximize_evidence,
     save_posterior,
 )
+from marglik.application.runs.config import PriorConfig, RunConfig
+from marglik.application.runs.optimizers import OptimizerConfig
+from marglik.application.runs.setup import Setup
+from marglik.application.runs.trainings import Training, train_network
 from marglik.callbacks.lightning import MarginalLikelihood
 from marglik.data import Splits
-from marglik.runs.config import PriorConfig, RunConfig
-from marglik.runs.optimizers import OptimizerConfig
-from marglik.runs.setup import Setup
-from marglik.runs.trainings import Training, train_network
 from marglik.storage.checkpoint import Checkpoints
 from tests.marglik.plain_loop import learn
 

@@ -1,0 +1,408 @@
+"""Image data: scikit-learn's digits, torchvision's CIFAR-10 and SVHN, folders, class subsets."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kfac_backend.extras import extra
+from kfac_backend.options import check_fraction
+from marglik.application.data.splits import (
+    DataSource,
+    Splits,
+    divided,
+    hold_out,
+    pixel_statistics,
+    stratified,
+    take,
+)
+from marglik.data.batches import Pair
+
+Part = tuple[Pair, tuple[str, ...]]
+"""All images of a part with their labels, and the class names."""
+
+
+@dataclass(eq=False)
+class Digits(DataSource):
+    """The 1,797 handwritten digits of 8×8 pixels that come with scikit-learn.
+
+    Pixels are scaled from 0..16 to 0..255 and rounded. The data has no test set, so a stratified
+    part becomes the test set.
+
+    Args:
+        test_fraction: share of all images that become the test set, in (0, 1).
+        validation: share of the training images that become the validation set, in [0, 1).
+        wrong_labels: share of the training and validation labels that are replaced by another
+            random class, in [0, 1). The test labels are unchanged.
+        seed: seed of the splits and of the wrong labels.
+
+    Raises:
+        ValueError: if a fraction is out of range.
+    """
+
+    test_fraction: float = 0.2
+    validation: float = 0.0
+    wrong_labels: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fraction("test_fraction", self.test_fraction, zero=False)
+        check_fraction("validation", self.validation)
+        check_fraction("wrong_labels", self.wrong_labels)
+
+    def load(self) -> Splits:
+        """Return the digits; raise a ValueError if a part would be too small."""
+        splits = divided(self.load_undivided(), self.test_fraction, self.validation, self.seed)
+        mean, std = pixel_statistics(splits.train[0])
+        generator = torch.Generator().manual_seed(self.seed)
+        parts = {"train": splits.train, "validation": splits.validation}
+        changed = {
+            name: (part[0], with_wrong_labels(part[1], self.wrong_labels, 10, generator))
+            for name, part in parts.items()
+            if part is not None
+        }
+        return replace(splits, mean=mean, std=std, **changed)
+
+    def load_undivided(self) -> Splits:
+        """Return all digits as test data."""
+        with extra("statistics"):
+            from sklearn.datasets import load_digits  # here, since importing takes a second
+
+        pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+        whole = (pixels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8), labels.long()
+        classes = tuple(str(digit) for digit in range(10))
+        mean, std = pixel_statistics(whole[0])
+        return Splits(whole, None, whole, "digits", classes, mean=mean, std=std)
+
+
+def with_wrong_labels(
+    labels: Tensor, share: float, num_classes: int, generator: torch.Generator
+) -> Tensor:
+    """Copy labels (N,) and replace round(share · N) of them by another random class.
+
+    Args:
+        labels: integers from 0 to num_classes − 1.
+        share: share of the labels to replace, in [0, 1).
+        num_classes: C; each of the C − 1 other classes is equally likely.
+        generator: random numbers.
+    """
+    labels, number = labels.clone(), round(share * len(labels))
+    chosen = torch.randperm(len(labels), generator=generator)[:number]
+    shift = torch.randint(1, num_classes, (number,), generator=generator)
+    labels[chosen] = (labels[chosen] + shift) % num_classes
+    return labels
+
+
+@dataclass(eq=False, kw_only=True)
+class TwoPartData(DataSource):
+    """A data set with training and test images, of which a part may be used.
+
+    A subclass has a ``name`` for tables and figures, and reads each part.
+
+    Args:
+        validation: share of the training images that become the validation set, in [0, 1).
+        max_train: number of training images to use, including validation; all if not given.
+        max_test: number of test images to use; all if not given.
+        seed: seed of the subsets and of the validation split.
+
+    Raises:
+        ValueError: the fraction is out of range.
+    """
+
+    validation: float = 0.0
+    max_train: int | None = None
+    max_test: int | None = None
+    seed: int = 0
+    name = ""
+    scale: ClassVar[tuple[tuple[float, ...], tuple[float, ...]] | None] = None
+    """Mean and standard deviation per channel; None computes them from the training images."""
+
+    def __post_init__(self) -> None:
+        check_fraction("validation", self.validation)
+
+    @abstractmethod
+    def read(self, part: str) -> Part:
+        """Return all images of the part "train" or "test"."""
+
+    def load(self) -> Splits:
+        """Return the images.
+
+        Raises:
+            FileNotFoundError: the images do not exist.
+            ValueError: the images cannot be read or do not fit together, or a part would be too
+                small.
+        """
+        train, classes = self.read("train")
+        test, test_classes = self.read("test")
+        if differing := set(classes) ^ set(test_classes):
+            raise ValueError(
+                f"{self.name}: class {min(differing)!r} is in only one of train/ and test/. Both "
+                "need the same classes. To use the test images as out-of-distribution data, pass "
+                "them as --ood."
+            )
+        # Greyscale images beside coloured ones are coloured, too.
+        channels = max(pixels.shape[1] for pixels, _ in (train, test))  # 1 and 3, or equal
+        train, test = ((x.expand(-1, channels, -1, -1), y) for x, y in (train, test))
+        # Validation images come from the subset: they are not those that were left out.
+        train, indices = self._part(train, "max_train", classes)
+        test, _ = self._part(test, "max_test", classes)
+        splits = Splits(train, None, test, self.name, classes, train_indices=indices)
+        if self.validation:
+            splits = hold_out(splits, self.validation, self.seed, "validation")
+        mean, std = self.scale or pixel_statistics(splits.train[0])
+        return replace(splits, mean=mean, std=std)
+
+    def load_test(self) -> tuple[Pair, str]:
+        """Return the test images and the name of the data; training images may be missing."""
+        test, classes = self.read("test")
+        return self._part(test, "max_test", classes)[0], self.name
+
+    def _part(self, images: Pair, option: str, classes: tuple[str, ...]) -> tuple[Pair, Tensor]:
+        """As many images as the option says, with the class shares of all; and which they are."""
+        size, labels = getattr(self, option), images[1]
+        if size in (None, len(labels)):
+            return images, torch.arange(len(labels))
+        chosen, _ = stratified(labels, size, classes, self.seed, f"{option}={size}")
+        return take(images, chosen), chosen
+
+
+@dataclass(eq=False)
+class TorchvisionData(TwoPartData):
+    """A data set that torchvision downloads, checks and reads; other arguments as `TwoPartData`.
+
+    Args:
+        root: folder with the files, or for the download.
+        download: whether to download the data if it is missing.
+    """
+
+    root: str | Path = "data"
+    download: bool = True
+
+    def read(self, part: str) -> Part:
+        """Return all images of the part; raise a FileNotFoundError if they are not available."""
+        with extra("images"):
+            from torchvision import datasets  # importing torchvision takes a second
+
+        try:
+            return self._torchvisions(datasets, part)
+        except (OSError, RuntimeError) as error:  # no network; files missing or damaged
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise FileNotFoundError(
+                f"{self.name} is not in root='{self.root}', and the download failed ({reason}). "
+                f"Copy the files that torchvision.datasets.{type(self).__name__} downloads to this "
+                "folder, or use an ImageFolder."
+            ) from error
+
+    @abstractmethod
+    def _torchvisions(self, datasets: Any, part: str) -> Part:
+        """The part as torchvision reads it; its errors are passed on."""
+
+
+# The usual numbers, as in Daxberger et al. 2021 and the K-FAC paper.
+MEAN = (125.3, 123.0, 113.9)
+STD = (63.0, 62.1, 66.7)
+
+
+class CIFAR10(TorchvisionData):
+    """CIFAR-10: 50,000 training and 10,000 test images of 32×32 pixels, ten classes; 170 MB.
+
+    Source: Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images", read from
+    ``cifar-10-batches-py`` in ``root`` by torchvision, which checks the files' MD5 sums. Normalised
+    by mean 125.3, 123.0, 113.9 and standard deviation 63.0, 62.1, 66.7. Arguments and errors are
+    those of `TorchvisionData`.
+    """
+
+    name = "CIFAR-10"
+    scale = MEAN, STD
+
+    def _torchvisions(self, datasets: Any, part: str) -> Part:
+        data = datasets.CIFAR10(self.root, train=part == "train", download=self.download)
+        pixels = torch.from_numpy(data.data)  # (N, H, W, C)
+        images = pixels.permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets)
+        return images, tuple(data.classes)
+
+
+class SVHN(TorchvisionData):
+    """SVHN: 73,257 training and 26,032 test images of 32×32 pixels, the ten digits; 246 MB.
+
+    Source: Netzer et al. 2011, "Reading Digits in Natural Images with Unsupervised Feature
+    Learning", the cropped digits without the extra set, read from ``train_32x32.mat`` and
+    ``test_32x32.mat`` in ``root`` by torchvision, which checks the files' MD5 sums. Label k is
+    digit k (the files call the zero 10). Normalised by the training pixels' own mean and standard
+    deviation. Arguments and errors are those of `TorchvisionData`.
+    """
+
+    name = "SVHN"
+
+    def _torchvisions(self, datasets: Any, part: str) -> Part:
+        data = datasets.SVHN(self.root, split=part, download=self.download)
+        pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of what the file holds
+        images = pixels.contiguous(), torch.from_numpy(data.labels)
+        return images, tuple(str(digit) for digit in range(10))
+
+
+@dataclass(eq=False)
+class ImageFolder(TwoPartData):
+    """Images in a folder, arranged as ``train/CLASS/IMAGE`` and ``test/CLASS/IMAGE``.
+
+    torchvision's ``ImageFolder`` lists the files. All images must have the same size. They are
+    decoded to RGB, or to one channel if all images of a part are greyscale. Out-of-distribution
+    data only needs test/. Other arguments are those of `TwoPartData`.
+
+    Args:
+        path: the folder that contains train/ and test/.
+        name: name of the data in tables and figures; the folder's name if not given.
+    """
+
+    path: str | Path
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.path = Path(self.path).expanduser()
+        self.name = self.name or self.path.resolve().name
+
+    def read(self, part: str) -> Part:
+        """Return all images of the part.
+
+        Raises:
+            FileNotFoundError: the folder does not exist, or has no class or an empty one.
+            ValueError: an image cannot be decoded or has another size.
+        """
+        with extra("images"):
+            from torchvision import datasets
+
+        folder = Path(self.path) / part
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"'{folder}' is not a folder. Arrange the images as train/CLASS/IMAGE and "
+                "test/CLASS/IMAGE, and pass the folder that contains train/ and test/. If it is "
+                "an archive, unpack it first."
+            )
+        # Files whose names begin with a dot are those of systems and editors.
+        listed = datasets.ImageFolder(
+            folder,
+            is_valid_file=lambda path: (
+                datasets.folder.is_image_file(path) and not Path(path).name.startswith(".")
+            ),
+        )
+        paths = [Path(path) for path, _ in listed.samples]
+        images = decode_images(paths, [str(path.relative_to(self.path)) for path in paths])
+        return (images, torch.tensor(listed.targets)), tuple(listed.classes)
+
+
+class ClassSubset(DataSource):
+    """The images of some classes of another source; label k is the k-th class in ``classes``.
+
+    Mean and standard deviation are those of the whole data, so that images of the other classes can
+    have the same normalisation.
+
+    Args:
+        data: the source.
+        classes: names of the classes to keep. A number stands for the name with the same digits.
+
+    Raises:
+        ValueError: no class is named, a class is named twice, or a string is given instead of a
+            list.
+    """
+
+    def __init__(self, data: DataSource, classes: Sequence[str | int]) -> None:
+        names = tuple(str(name) for name in classes)  # YAML reads the name 1 as a number
+        if isinstance(classes, str) or not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"classes={classes!r} is not a list of different names. Pass each name once."
+            )
+        self.data = data
+        self.classes = names
+
+    def load(self) -> Splits:
+        """Return the images of these classes; raise a ValueError if the source lacks one."""
+        return self._of_classes(self.data.load())
+
+    def load_undivided(self) -> Splits | None:
+        """Return all images of these classes as test data, if the source is split at random."""
+        whole = self.data.load_undivided()
+        return whole and self._of_classes(whole)
+
+    def _of_classes(self, splits: Splits) -> Splits:
+        names = splits.classes or ()
+        if unknown := [name for name in self.classes if name not in names]:
+            raise ValueError(
+                f"{splits.name} has no class {unknown}. Its classes are {list(names)}."
+            )
+        indices = torch.tensor([names.index(name) for name in self.classes])
+
+        def classes_of(
+            part: Pair,
+        ) -> Tensor:  # (N, classes): the class of each image, if it is here
+            return part[1][:, None] == indices
+
+        def some(part: Pair) -> Pair:
+            is_class = classes_of(part)
+            chosen = is_class.any(1)
+            return take(part, chosen)[0], is_class[chosen].int().argmax(1)
+
+        return replace(
+            splits,
+            train=some(splits.train),
+            validation=splits.validation and some(splits.validation),
+            test=some(splits.test),
+            classes=self.classes,
+            name=f"{splits.name} ({', '.join(self.classes)})",
+            train_indices=splits.indices_in_source[classes_of(splits.train).any(1)],
+        )
+
+
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Supported formats. Pillow would try forty more, for any file name, and run a program for
+PostScript."""
+GREYSCALE = frozenset({"1", "L", "LA"})
+
+
+def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Tensor:
+    """Return images (N, C, H, W), uint8, with three channels, or one if all are greyscale.
+
+    Args:
+        files: the paths, or the contents.
+        names: names of the images in errors.
+
+    Raises:
+        ValueError: an image cannot be decoded, exceeds Pillow's limit, has another size than the
+            first one, or has more than 8 bits per channel.
+    """
+    with extra("images"):
+        from PIL import Image
+
+    pixels, size, is_grey = np.empty((0, 0, 0, 0), dtype=np.uint8), (0, 0), True
+    progress = tqdm(files, unit="image", disable=None)
+    for i, (file, name) in enumerate(zip(progress, names, strict=True)):
+        try:
+            with Image.open(file, formats=FORMATS) as image:
+                decoded, mode, (W, H) = np.asarray(image.convert("RGB")), image.mode, image.size
+        except Exception as error:  # Pillow's decoders raise almost any exception
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(
+                f"Image '{name}' cannot be decoded ({reason}). Replace or remove it."
+            ) from error
+        if mode.startswith(("I", "F")):  # Pillow clips "I;16" instead of scaling it
+            raise ValueError(
+                f"Image '{name}' has more than 8 bits per channel (mode {mode}). Convert it to 8 "
+                "bits with the scaling of your choice."
+            )
+        if not i:
+            pixels, size = np.empty((len(files), H, W, 3), dtype=np.uint8), (W, H)
+        if (W, H) != size:
+            raise ValueError(
+                f"Image '{name}' has {W}×{H} pixels, but '{names[0]}' has {size[0]}×{size[1]}. "
+                "Resize all images to one size."
+            )
+        pixels[i] = decoded
+        is_grey = is_grey and mode in GREYSCALE
+    channels = 1 if is_grey else 3  # a greyscale image has three equal channels as RGB
+    return torch.from_numpy(pixels[..., :channels]).permute(0, 3, 1, 2).contiguous()

@@ -1,0 +1,168 @@
+"""Records of data, which identify it later and convert other data to the same form."""
+
+from base64 import b64decode, b64encode
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from kfac_backend.atomic_files import sha256_of_tensors
+from marglik.application.data.splits import (
+    DataSource,
+    SplitError,
+    Splits,
+    described,
+    take,
+    tensors_in,
+)
+from marglik.data.batches import Pair
+from marglik.graphs import Graphs
+
+SUM_BYTES = 6
+"""Length of a sum. Among 10,000 new examples, compared with 50,000 recorded ones, 2e-6 match by
+chance."""
+
+
+def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the record of data for JSON: name, sums of its examples, classes, form, scales.
+
+    The form contains the properties that a network depends on. The scales are those of images, or
+    of a table's targets. "seen" contains `SUM_BYTES` bytes of the sum of each example's inputs, for
+    the examples that a run is trained on or calibrated with, in base64. With these, `num_seen`
+    recognises examples in other data.
+
+    Args:
+        splits: the data.
+        source: specification to load it, ``{"class_path": ..., "init_args": {...}}``.
+    """
+    record: dict[str, Any] = {
+        "name": splits.name,
+        "source": source,
+        "train_sha256": sha256_of_tensors(tensors_in(splits.train)),
+        "test_sha256": sha256_of_tensors(tensors_in(splits.test)),
+        "seen": b64encode(b"".join(_sums_of(splits.train) + _sums_of(splits.validation))).decode(),
+        "form": _form(splits),
+    }
+    if splits.classes is not None:
+        record["classes"] = list(splits.classes)
+    if splits.table is not None:
+        record["table"] = asdict(splits.table)
+    for name in ("mean", "std", "target_scale"):
+        if (values := getattr(splits, name)) is not None:
+            record[name] = list(values)
+    return record
+
+
+def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
+    """Return the data, normalised like the training data.
+
+    Args:
+        splits: the data.
+        record: result of `data_record` for the training data; None changes nothing.
+
+    Raises:
+        ValueError: classes, images, graphs or columns differ in kind from the training data.
+    """
+    if record is None:
+        return splits
+    if (form := _form(splits)) != record["form"]:
+        raise ValueError(
+            f"{splits.name} has {form}, but the network was trained on {record['name']} with "
+            f"{record['form']}. Pass data of this kind and shape (--data)."
+        )
+    # A file's labels have no names: nothing to compare.
+    classes = record.get("classes")
+    if classes and splits.classes and list(splits.classes) != classes:
+        raise ValueError(
+            f"{splits.name} has {len(splits.classes)} classes ({_some(splits.classes)}), but the "
+            f"network was trained on {record['name']} with {len(classes)} classes "
+            f"({_some(classes)}). Pass data with the same classes (--data), or images of other "
+            "classes as --ood."
+        )
+    if splits.are_images:
+        return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
+    scale = record.get("target_scale")
+    scale = scale and tuple(scale)
+    # Classes in the place of numbers are found later, with the likelihood.
+    is_same = splits.classes is not None or splits.target_scale == scale
+    return splits if is_same else splits.with_target_scale(scale)
+
+
+def data_to_evaluate(source: DataSource, record: dict[str, Any] | None) -> Splits:
+    """Return the data whose test part is to be evaluated.
+
+    This is the test part of the training data. For other data it is all examples, unless the data
+    has its own test part. Without a record of the training data, the source determines its test
+    part.
+
+    Args:
+        source: the data.
+        record: result of `data_record` for the training data.
+
+    Raises:
+        ValueError: the data cannot be loaded.
+    """
+    source = source if record is None else source.encoded_as(record)
+    try:
+        splits = source.load()
+    except SplitError:  # other data may be a few examples
+        whole = None if record is None else source.load_undivided()
+        if whole is None:
+            raise
+        return whole
+    if record is None or is_own_test(splits, record):
+        return splits
+    return source.load_undivided() or splits
+
+
+def is_own_test(splits: Splits, record: dict[str, Any]) -> bool:
+    """Whether the test examples are those of the recorded data."""
+    return record["test_sha256"] == sha256_of_tensors(tensors_in(splits.test))
+
+
+def num_seen(splits: Splits, record: dict[str, Any] | None) -> int | None:
+    """Return the number of test examples whose inputs the recorded run used.
+
+    A run uses inputs for training or calibration. None without a record. For the run's own test
+    part it is 0, because equal inputs are a coincidence there.
+    """
+    if record is None:
+        return None
+    if is_own_test(splits, record):
+        return 0
+    text = b64decode(record["seen"])
+    trained_on = {text[i : i + SUM_BYTES] for i in range(0, len(text), SUM_BYTES)}
+    return sum(of_one in trained_on for of_one in _sums_of(splits.test))
+
+
+def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
+    """Whether there is a validation set on which the network was certainly not trained.
+
+    This is the case if the training set is the recorded one, because the validation set is disjoint
+    from it.
+    """
+    if splits.validation is None or record is None:
+        return False
+    return record.get("train_sha256") == sha256_of_tensors(tensors_in(splits.train))
+
+
+def _sums_of(part: Pair | None) -> list[bytes]:
+    """The first bytes of the SHA-256 sum of each example's inputs."""
+    if part is None:
+        return []
+    each = (tensors_in(take(part, torch.tensor([i])))[:-1] for i in range(len(part[1])))
+    return [bytes.fromhex(sha256_of_tensors(inputs))[:SUM_BYTES] for inputs in each]
+
+
+def _form(splits: Splits) -> str:
+    """What a network depends on: (C, H, W) of images, features of graphs, columns of a table."""
+    if splits.are_images:
+        return f"images of shape {splits.image_shape}"
+    if splits.table is not None:
+        return f"columns {list(splits.table.columns)}"
+    x = splits.train[0]
+    return described(x) if isinstance(x, Graphs) else "no images, graphs or columns"
+
+
+def _some(classes: Any) -> str:
+    return ", ".join(classes[:4]) + (", ..." if len(classes) > 4 else "")

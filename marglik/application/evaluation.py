@@ -1,0 +1,288 @@
+"""Evaluate predictives on test and out-of-distribution data, for ``evaluation.json``."""
+
+import base64
+import io
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_backend.extras import extra
+from kfac_backend.likelihoods import IGNORED, Likelihood, counted_terms, likelihood_of
+from kfac_backend.ranks import Ranks
+from marglik.application.data.out_of_distribution import OutOfDistributionImages
+from marglik.application.data.splits import Splits, split_batches, tensors_in
+from marglik.application.records import (
+    Against,
+    Environment,
+    Evaluation,
+    OutOfDistribution,
+    PredictiveRecord,
+    Uncertain,
+    UncertainImage,
+)
+from marglik.data.batches import Batches
+from marglik.posterior.posterior import Posterior
+from marglik.prediction.ensemble import Ensemble
+from marglik.prediction.intervals import area_interval, differences, intervals, of_examples
+from marglik.prediction.links import Prediction
+from marglik.prediction.metric_types import Metrics
+from marglik.prediction.metrics import (
+    compute_metrics,
+    confusion_matrix,
+    example_scores,
+    out_of_distribution_metrics,
+    reliability_curve,
+    risk_coverage_curve,
+    roc_curve,
+)
+from marglik.prediction.predictive import (
+    Labels,
+    Predictive,
+    PredictiveConfig,
+    label_noise_of,
+    laplace_predictive,
+    map_predictive,
+    predict_all,
+    remembered_calibration,
+)
+from marglik.storage.environment import environment
+
+_logger = logging.getLogger(__name__)
+
+ExampleScores = dict[str, Metrics[Tensor]]
+"""Predictive -> its metrics for each test example, (N,)."""
+SHOWN_NOISE = 0.01
+"""Share ε of random labels above which the NLL of both kinds of labels is given."""
+MOST_UNCERTAIN = 12
+"""Number of most uncertain test images in the report."""
+
+
+def evaluate(
+    predictives: Mapping[str, Predictive],
+    splits: Splits,
+    likelihood: Likelihood | str,
+    *,
+    labels: Labels = "true",
+    ood: OutOfDistributionImages | None = None,
+    batch_size: int = 256,
+    device: torch.device | str = "cpu",
+    progress: bool = False,
+    ranks: Ranks = Ranks(None),  # noqa: B008
+) -> tuple[Evaluation, ExampleScores]:
+    """Evaluate predictives on test and out-of-distribution data.
+
+    Args:
+        predictives: name -> predictive; the last one selects the most uncertain images.
+        splits: the data; images are normalised by its mean and std.
+        likelihood: likelihood of the predictives.
+        labels: kind of the predicted labels. If more than 1 % of the training labels are random,
+            the record also has the NLL of the other kind of labels.
+        ood: out-of-distribution images, detected by the predictive entropy.
+        batch_size: number of test examples in a batch.
+        device: device of the batches.
+        progress: whether to show progress bars.
+        ranks: the ranks that each predict a part of every batch; all get the same record, except
+            for seconds.
+
+    Returns:
+        The record, and the scores of each example, with which `differences` compares two networks.
+        For sequences, all metrics and curves are about positions (tokens) that count. Intervals
+        then need the same number of positions in all sequences.
+    """
+    likelihood = likelihood_of(likelihood)
+    *_, y = tensors_in(splits.test)
+
+    def predict_images(pixels: Tensor, predict: Predictive) -> Prediction:
+        no_labels = torch.zeros(len(pixels), dtype=torch.int64)
+        options: Any = {"normalisation": (splits.mean, splits.std), "device": device}
+        batches = Batches(pixels, no_labels, batch_size, ranks=ranks, **options)
+        return predict_all(predict, batches, progress=progress, ranks=ranks)[0]
+
+    scores: ExampleScores = {}
+    records: dict[str, PredictiveRecord] = {}
+    uncertain = num_positions = None
+    for label, predict in predictives.items():
+        _logger.info("evaluating %s on %s", label, splits.name)
+        # The first call computes eigenvectors; the time of the test set must not include that.
+        predict(next(iter(split_batches(splits, "test", 2, device=device)))[0])
+        start = time.perf_counter()
+        batches = split_batches(splits, "test", batch_size, device=device, ranks=ranks)
+        prediction, targets = predict_all(
+            predict, batches, targets=splits.targets, progress=progress, ranks=ranks
+        )
+        seconds = time.perf_counter() - start
+        num_positions = (
+            len(targets) if likelihood.has_labels and y.dim() > 1 else None
+        )  # those that count
+        metrics = compute_metrics(prediction, targets, likelihood)
+        record = PredictiveRecord(
+            metrics | _of_other_labels(predict, prediction, targets, labels),
+            seconds=seconds,
+            reliability=reliability_curve(prediction, targets, likelihood),
+            seconds_of_training=predict.seconds if isinstance(predict, Ensemble) else None,
+        )
+        if likelihood.kind == "classes":
+            observed, *_ = likelihood.observed(targets, prediction.mean)
+            record = replace(
+                record,
+                risk_coverage=risk_coverage_curve(prediction.mean, observed),
+                confusion=confusion_matrix(prediction.mean, observed),
+            )
+        if (calibration := getattr(predict, "calibration", None)) is not None:
+            record = replace(record, calibration=asdict(calibration))
+        if (positions := _positions(splits, likelihood, len(targets))) is not None:
+            of_rows = example_scores(prediction, targets, likelihood)
+            scores[label] = of_rows.map(lambda row, n=positions: of_examples(row, n))
+            record = replace(record, intervals=intervals(scores[label]))
+            if (first := next(iter(scores))) != label:
+                changes = differences(scores[label], scores[first])
+                record = replace(record, against=Against(first, changes))
+        if ood is not None:
+            outside = predict_images(ood.images, predict)
+            record = _with_ood(record, prediction, outside)
+        if splits.are_images and likelihood.kind == "classes" and y.dim() == 1:
+            uncertain = Uncertain(label, _most_uncertain(prediction, splits))
+        records[label] = record
+    return Evaluation(
+        data=splits.name,
+        likelihood=str(likelihood),
+        num_test=len(y),
+        predictives=records,
+        environment=Environment(**environment(torch.device(device))),
+        num_positions=num_positions,
+        classes=None if splits.classes is None else list(splits.classes),
+        ood=ood and OutOfDistribution(ood.name, len(ood.images), "entropy", ood.note),
+        uncertain=uncertain,
+    ), scores
+
+
+def predictives_of(
+    laplace: Posterior,
+    configs: Sequence[PredictiveConfig],
+    ensemble: Ensemble | None = None,
+    *,
+    seed: int = 0,
+    ranks: Ranks = Ranks(None),  # noqa: B008
+) -> dict[str, Predictive]:
+    """Return name -> predictive of a network at its parameters and under its posterior.
+
+    If the posterior has a calibration of a predictive, the temperature-scaled MAP is included. A
+    posterior predictive without a calibration is named "uncalibrated".
+
+    Args:
+        laplace: the posterior.
+        configs: configs of the posterior predictives.
+        ensemble: an ensemble whose first member is the network.
+        seed: seed of sampling, the same for each predictive.
+        ranks: the ranks that predict together.
+    """
+    model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
+    first = configs[0] if configs else PredictiveConfig()
+    noise = first.label_noise(likelihood, None)
+    predictives: dict[str, Predictive] = {
+        "MAP": map_predictive(model, likelihood, sigma, label_noise=noise)
+    }
+    for config in (one.for_posterior(laplace) for one in configs):
+        fit, label = remembered_calibration(laplace, config), config.label
+        if fit is None:
+            label = f"{label}, uncalibrated"
+        else:
+            scaled = fit.map_calibration
+            of_map = map_predictive(
+                model, likelihood, scaled.sigma_noise or sigma, scaled.output_temperature,
+                config.label_noise(likelihood, scaled),
+            )  # fmt: skip
+            predictives["MAP, temperature-scaled"] = replace(of_map, calibration=scaled)
+        generator = torch.Generator(laplace.mean.device).manual_seed(seed)
+        predictives[label] = laplace_predictive(laplace, config, generator, ranks=ranks)
+    if ensemble is not None:
+        predictives[ensemble.label] = ensemble.predicting(first.labels)
+    return predictives
+
+
+def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
+    """Rows of predictions per test example; None if the number differs between examples.
+
+    The rows of a prediction do not say which sequence they belong to.
+    """
+    y, mark = splits.test[1], splits.ignore_index
+    counted = counted_terms(y if mark is None else y.masked_fill(y == mark, IGNORED), likelihood)
+    alike = rows % len(y) == 0 and (counted is None or bool(counted.all()))
+    return rows // len(y) if alike else None
+
+
+def _of_other_labels(
+    predict: Predictive, prediction: Prediction, targets: Tensor, labels: Labels
+) -> Metrics[float]:
+    """The NLL as if the test labels were of the other kind, if there is noise to speak of."""
+    likelihood = likelihood_of(getattr(predict, "likelihood", "classification"))
+    noise = label_noise_of(likelihood, getattr(predict, "calibration", None))
+    if likelihood.kind != "classes" or noise <= SHOWN_NOISE:
+        return Metrics()
+    p, (y, *_) = prediction.mean, likelihood.observed(targets, prediction.mean)
+    drawn = noise / p.shape[-1]
+    other = (1 - noise) * p + drawn if labels == "true" else (p - drawn) / (1 - noise)
+    own = other.gather(1, y.long()[:, None]).clamp(min=torch.finfo(p.dtype).tiny)
+    nll = -own.log().mean().item()
+    return Metrics(**{"nll_observed_labels" if labels == "true" else "nll_true_class": nll})
+
+
+def _with_ood(
+    record: PredictiveRecord, inside: Prediction, outside: Prediction
+) -> PredictiveRecord:
+    """Add how well the entropy tells out-of-distribution data from the test set.
+
+    And, as one number, how well the epistemic part does, where there is one.
+    """
+    sides = inside, outside
+    scores = [p.entropy.reshape(len(p.entropy), -1).sum(1) for p in sides]
+    metrics = record.metrics | out_of_distribution_metrics(*scores)
+    epistemic = [p.epistemic.reshape(len(p.epistemic), -1).sum(1) for p in sides]
+    if any(part.any() for part in epistemic):
+        metrics |= Metrics(auroc_epistemic=out_of_distribution_metrics(*epistemic).auroc)
+    ends = record.intervals | Metrics(auroc=area_interval(*scores))
+    return replace(record, metrics=metrics, intervals=ends, roc=roc_curve(*scores))
+
+
+def _most_uncertain(prediction: Prediction, splits: Splits) -> list[UncertainImage]:
+    images, labels = tensors_in(splits.test)
+    classes = splits.classes or range(prediction.mean.shape[-1])
+    entropy = prediction.entropy
+    most: Sequence[int] = entropy.argsort(descending=True, stable=True)[:MOST_UNCERTAIN].tolist()
+    probability, predicted = prediction.mean.max(dim=-1)
+    return [
+        UncertainImage(
+            index=i,
+            label=str(classes[int(labels[i])]),
+            predicted=str(classes[int(predicted[i])]),
+            probability=probability[i].item(),
+            entropy=entropy[i].item(),
+            aleatoric=prediction.aleatoric[i].item(),
+            epistemic=prediction.epistemic[i].item(),
+            image=data_uri(images[i]),
+        )
+        for i in most
+    ]
+
+
+def data_uri(image: Tensor, largest: int | None = None) -> str:
+    """Return a uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are omitted.
+
+    ``largest`` is the maximum height and width (pixels), to which larger images are shrunk.
+    """
+    with extra("images"):
+        from PIL import Image
+
+    channels = 3 if len(image) >= 3 else 1
+    pixels = image[:channels].permute(1, 2, 0).squeeze(-1).cpu().numpy()
+    buffer = io.BytesIO()
+    picture = Image.fromarray(pixels)
+    if largest is not None:
+        picture.thumbnail((largest, largest))
+    picture.save(buffer, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -1,0 +1,385 @@
+"""Types of a run's files: ``results.json``, ``evaluation.json``, lines of ``log.jsonl``.
+
+Training and evaluation create these records; the terminal and the report read them. `to_json` and
+`from_json` convert them. A field that is None is omitted from the file.
+"""
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from marglik.prediction.metric_types import Bins, Coverage, Curve, Difference, Interval, Metrics
+
+# An evaluation
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Metrics of a predictive, with 95 % intervals over the choice of test examples."""
+
+    metrics: Metrics[float]
+    intervals: Metrics[Interval] = Metrics()
+    """Intervals of the metrics that have one."""
+
+
+@dataclass(frozen=True)
+class Against:
+    """Differences to another predictive, on the same examples."""
+
+    predictive: str
+    differences: Metrics[Difference]
+
+
+@dataclass(frozen=True)
+class PredictiveRecord(Scores):
+    """One predictive on the test set and on out-of-distribution data."""
+
+    seconds: float | None = None
+    """Time to predict the test set."""
+    reliability: Bins | Coverage | None = None
+    risk_coverage: Curve | None = None
+    """Error rate among the most confident predictions, by their share."""
+    confusion: list[list[int]] | None = None
+    """Labels in rows, predictions in columns; None for many classes."""
+    roc: Curve | None = None
+    """Share of flagged out-of-distribution examples by the share of flagged test examples."""
+    against: Against | None = None
+    """Differences to the first predictive; None for the first one."""
+    calibration: dict[str, Any] | None = None
+    """The fields of `marglik.Calibration`."""
+    seconds_of_training: float | None = None
+    """Training time of an ensemble's members."""
+
+
+@dataclass(frozen=True)
+class OutOfDistribution:
+    """The out-of-distribution data of an evaluation."""
+
+    name: str
+    num_examples: int
+    score: str
+    """Score that detects out-of-distribution data."""
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class UncertainImage:
+    """A test image with its prediction; entropies are in nats."""
+
+    index: int
+    label: str
+    predicted: str
+    probability: float
+    entropy: float
+    aleatoric: float
+    epistemic: float
+    image: str
+    """The image as a data URI."""
+
+
+@dataclass(frozen=True)
+class Uncertain:
+    """The most uncertain test images, for the last predictive."""
+
+    predictive: str
+    examples: list[UncertainImage]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Environment on which numbers depend, in addition to the options."""
+
+    device: str
+    threads: int
+    python: str
+    versions: dict[str, str]
+    """Package -> version."""
+
+
+@dataclass(frozen=True)
+class CalibrationRecord:
+    """Result of a calibration on held-out data; NLLs are in nats, means over its loss terms."""
+
+    predictive: str
+    calibration: dict[str, Any]
+    """The fields of `marglik.Calibration`."""
+    map_calibration: dict[str, Any]
+    """The fields of the temperature-scaled MAP's calibration."""
+    nll: float
+    nll_uncalibrated: float
+    nll_temperature_scaled: float
+    nll_map: float
+    num_terms: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``evaluation.json``: the predictives of a run on test and out-of-distribution data."""
+
+    data: str
+    likelihood: str
+    num_test: int
+    predictives: dict[str, PredictiveRecord]
+    environment: Environment
+    num_positions: int | None = None
+    """Number of positions (tokens) that count, of sequences."""
+    classes: list[str] | None = None
+    ood: OutOfDistribution | None = None
+    uncertain: Uncertain | None = None
+    target_scale: list[float] | None = None
+    """Mean and standard deviation by which targets were standardised for training."""
+    num_seen: int | None = None
+    """Number of test examples whose inputs were used for training or calibration."""
+    posterior: str | None = None
+    """SHA-256 sum of the evaluated ``posterior.json``."""
+    output: str | None = None
+    """The folder; None in the file itself, which may be moved."""
+    calibrated: dict[str, CalibrationRecord] | None = None
+    """Calibrations made by `marglik evaluate`; None in the file."""
+
+    @property
+    def scores(self) -> dict[str, Scores]:
+        """Only metrics and intervals."""
+        return {n: Scores(one.metrics, one.intervals) for n, one in self.predictives.items()}
+
+    @property
+    def seen_in_words(self) -> str:
+        """Sentence about `num_seen`; empty if it is 0 or None."""
+        if not self.num_seen:
+            return ""
+        return (
+            f"{self.num_seen:,} of the {self.num_test:,} test examples have inputs that were used "
+            "for training or calibration. The metrics are therefore not valid for new data."
+        )
+
+
+# A training
+
+
+@dataclass(frozen=True)
+class Network:
+    """Record of a network that a run trains, or trains for comparison."""
+
+    predictives: dict[str, Scores]
+    differences: dict[str, Metrics[Difference]] | None = None
+    """Predictive -> the first network's metrics minus this one's, on the same examples."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Log marginal likelihoods of the training data (nats, sums over examples)."""
+
+    first: float
+    """Value at the first update."""
+    final: float
+    """Value at the final parameters."""
+    epoch: int
+    """Epoch of the final parameters."""
+
+
+@dataclass(frozen=True)
+class TensorDecay:
+    """The weight decay of a parameter tensor."""
+
+    initial: float
+    learned: float
+    effective_parameters: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class SuspiciousLabel:
+    """A training label that may be wrong."""
+
+    index: int
+    """Index of the example in its source, from 0: the row of a file, or the image of a data set,
+    before any selection."""
+    label: str
+    predicted: str
+    score: float
+    wrong: float | None = None
+    """Probability that the label is wrong, if calibration found wrong labels."""
+    image: str | None = None
+    """The image as a data URI."""
+
+
+@dataclass(frozen=True)
+class SuspiciousLabels:
+    """The most suspicious training labels."""
+
+    judged: int = 0
+    """Number of labels."""
+    number: int = 0
+    """Number of suspicious labels, see `marglik.prediction.suspicious_labels`."""
+    agreement: float = 0.0
+    """Share of the labels that the network predicted, averaged over the training."""
+    examples: list[SuspiciousLabel] = field(default_factory=list)
+    unknown: str | None = None
+    """Reason if the labels cannot be judged."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A range of a learned augmentation."""
+
+    initial: float
+    learned: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Result of a learned augmentation."""
+
+    ranges: dict[str, Range]
+    copies: int
+    """Number of copies of each image, whose outputs are averaged."""
+    examples: list[list[str]]
+    """Some training images, each followed by its copies, as data URIs."""
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """A line of the log: an epoch of network steps. Losses are in nats, means over examples."""
+
+    epoch: int
+    loss: float
+    objective: float
+    """Loss (over σ² in regression) and penalty."""
+    lr: float
+    """Learning rate after the last step."""
+    seconds: float
+    """Time of the steps, for readers of the log, and to estimate the time of a plain network."""
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """A line of the log: an update of the prior. Evidences are in nats."""
+
+    epoch: int
+    evidence_before: float
+    """Evidence before the first hyperparameter step, a sum over the data."""
+    evidence: float
+    evidence_per_example: float
+    prior_precision: dict[str, float]
+    weight_decay: dict[str, float]
+    """Weight decay by group."""
+    effective_parameters: dict[str, float]
+    """Effective parameters by tensor."""
+    clipped_eigenvalues: int
+    """Number of eigenvalues of the factors that are negative by rounding; they count as 0."""
+    seconds: dict[str, float]
+    """Time of the pass, of the eigenvalues and of the steps, for readers of the log and for
+    studies. No number depends on it."""
+    num_examples: int
+    """M, if the update used a sample."""
+    num_data: int
+    """N, the number of examples that the sample stands for."""
+    fisher: str
+    """Fisher of the factors, see `CurvatureOptions`."""
+    sigma_noise: float | None = None
+    likelihood: str | None = None
+    """Likelihood with its learned parameters, if it has some."""
+    ranges: dict[str, float] | None = None
+    """Of a learned augmentation."""
+    held_out_rise: float | None = None
+    """z, by how many standard errors the held-out loss lay above its best so far, where held-out
+    labels correct the weight decays; see `DecayPolicy`."""
+    log_factor: float | None = None
+    """c of the factor e^c that the weight decays of groups with weights contain."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """``results.json``: the results of `marglik train`."""
+
+    identity: dict[str, Any]
+    """Data, network, options, and sums of the first two, which must agree for a resume."""
+    networks: dict[str, Network]
+    """"learned" (or "fixed"), perhaps "plain", and scikit-learn's."""
+    num_data: int
+    """Number of examples that the network was trained on."""
+    weight_decay: dict[str, TensorDecay]
+    """Weight decay by parameter tensor, from the input to the output."""
+    evidence: Evidence
+    environment: Environment
+    seconds: float
+    held_out: int = 0
+    """Number of training examples that were held out for calibration."""
+    target_scale: list[float] | None = None
+    """Mean and standard deviation by which targets were standardised for training."""
+    sigma_noise: list[float] | None = None
+    """σ of the noise of regression; one for each output if they differ."""
+    num_positions: int | None = None
+    """Number of test positions (tokens) that count, of sequences."""
+    calibration: CalibrationRecord | None = None
+    suspicious_labels: SuspiciousLabels = SuspiciousLabels()
+    augmentation: Augmentation | None = None
+    verdict: str | None = None
+    """Comparison with the plain network, in a few lines."""
+    simple_models: str | None = None
+    """Sentence about scikit-learn's models."""
+    complete: bool = False
+    """Whether all requested work is done."""
+    output: str | None = None
+    """The folder; None in the file itself, which may be moved."""
+
+    @property
+    def data(self) -> str:
+        """Name of the data."""
+        return self.identity["data"]
+
+    @property
+    def model(self) -> str:
+        """Class of the network."""
+        return self.identity["model"]
+
+    @property
+    def scores(self) -> dict[str, Scores]:
+        """Scores of all networks, under names such as "learned, MAP"."""
+        return {
+            f"{name}, {predictive}": scores
+            for name, network in self.networks.items()
+            for predictive, scores in network.predictives.items()
+        }
+
+
+# Conversion
+
+
+def to_json(record: Any) -> dict[str, Any]:
+    """Return a record as plain data, without the fields that are None."""
+    return asdict(record, dict_factory=lambda items: {k: v for k, v in items if v is not None})
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """Return the value of a type, from plain data.
+
+    Raises:
+        TypeError: the record lacks fields or has others, as from another version.
+    """
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin is Metrics:
+        return Metrics(**{name: from_json(arguments[0], part) for name, part in value.items()})
+    if is_dataclass(origin):
+        kinds = get_type_hints(origin)
+        return origin(**{k: from_json(kinds.get(k), part) for k, part in value.items()})  # pyright: ignore[reportCallIssue]
+    if origin in (Union, UnionType):  # of None, and one type or several records
+        kinds = [one for one in arguments if one is not NoneType]
+        if len(kinds) > 1 and isinstance(value, dict):
+            kinds = [one for one in kinds if set(value) <= {f.name for f in fields(one)}] or kinds
+        return None if value is None else from_json(kinds[0], value)
+    if origin is tuple:
+        return tuple(value)
+    if origin is list:
+        return [from_json(arguments[0], part) for part in value]
+    if origin is dict:
+        return {name: from_json(arguments[1], part) for name, part in value.items()}
+    return value

@@ -1,0 +1,120 @@
+"""Render the report's sections into one self-contained HTML file."""
+
+import base64
+import zlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+from kfac_backend.atomic_files import write_file
+from kfac_backend.extras import extra
+from marglik.application.report.charts import gain_charts
+from marglik.application.report.contents import Run, read_runs
+from marglik.application.report.sections import SECTIONS
+from marglik.application.report.tables import NOTHING, duration, number
+from marglik.application.run_folder import ALL, REPORT, run_folder_of
+
+with extra("report"):
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+COMPARISON = "comparison.html"
+"""The report about several runs, next to the first one's folder."""
+DATE_FORMAT = "%Y-%m-%d %H:%M UTC"
+
+
+def write_report(folders: Sequence[Path | str], output: Path | str | None = None) -> Path:
+    """Write one HTML page about one or several runs; return its path.
+
+    The page contains everything, including its scripts, and makes no network request.
+
+    Args:
+        folders: folders of runs written by `marglik train`; several runs are compared.
+        output: file to write to, replaced if it exists. None writes report.html into the folder of
+            a single run, or comparison.html next to the first folder of several runs, whose own
+            pages are kept.
+
+    Raises:
+        FileNotFoundError: a folder does not exist.
+        ValueError: there is no folder, a folder is given twice or is not the folder of a run, a
+            file in it is damaged, or the output is a folder or a file of a run.
+    """
+    runs = read_runs([Path(folder) for folder in folders])
+    first = runs[0].folder
+    path = first / REPORT if len(runs) == 1 else first.resolve().parent / COMPARISON
+    path = path if output is None else Path(output)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Pass a file such as {path / REPORT}.")
+    if path.name in set(ALL) - {REPORT} and run_folder_of(path) is not None:
+        raise ValueError(
+            f"{path} is a file of a run, which a report never replaces. Pass another file."
+        )
+    write_file(path, _render(runs).encode("utf-8"))
+    return path
+
+
+def _render(runs: Sequence[Run]) -> str:
+    """The page's HTML; all text of runs is escaped (autoescape, and `Chart.json`)."""
+    environment = Environment(
+        loader=PackageLoader("marglik.application.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["kind"] = lambda block: type(block).__name__
+    folder = files("marglik.application.report")
+    # The basic bundle of plotly.js: it has scatters and bars, all that the charts need. The whole
+    # would make a page of 1.9 MB packed and 4.9 MB unpacked. The page unpacks it, so that its text
+    # is read before.
+    plotly = zlib.compress((folder / "plotly/plotly-basic.min.js").read_bytes(), 9)
+    return environment.get_template("page.html.j2").render(
+        title=" and ".join(dict.fromkeys(run.name for run in runs)),
+        runs=runs,
+        facts=_facts(runs),
+        gains=[gain_charts(run) for run in runs] if len(runs) == 1 else [],
+        blocks={id: blocks_of(runs) for id, blocks_of in SECTIONS.items()},
+        css=(folder / "page.css").read_text("utf-8"),
+        scripts={name: (folder / f"{name}.js").read_text("utf-8") for name in ("theme", "page")},
+        plotly=base64.b64encode(plotly).decode("ascii"),
+        version=version("marglik"),
+        written=datetime.now(UTC).strftime(DATE_FORMAT),
+    )
+
+
+def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """(name, value for each run) of the facts in the page's head, without those that no run has."""
+    columns = [_facts_of(run) for run in runs]
+    rows = {name: [column[name] for column in columns] for name in columns[0]}
+    return [(name, values) for name, values in rows.items() if set(values) != {NOTHING}]
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    results = run.results
+    tensors = results.weight_decay.values() if results else ()
+    total = sum(tensor.parameters for tensor in tensors)
+    effective = sum(tensor.effective_parameters for tensor in tensors)
+    last = str(run.epochs[-1].epoch) if run.epochs else NOTHING
+    unfinished = ", unfinished" if run.epochs and not results else ""
+    return {
+        "Network": run.model or NOTHING,
+        "Data": run.data or NOTHING,
+        "Date of the run": f"{run.date.strftime(DATE_FORMAT)}{unfinished}",
+        "Training examples": number(results and results.num_data),
+        "Target": NOTHING
+        if run.target_scale is None
+        else "standardised for training, by mean {} and standard deviation {}".format(
+            *map(number, run.target_scale)
+        ),
+        "Epochs": f"{last} (kept: {results.evidence.epoch})" if results and run.epochs else last,
+        "Log marginal likelihood": f"{number(results.evidence.final / results.num_data, 4)} nats "
+        "per example"
+        if results
+        else NOTHING,
+        "Effective parameters": f"{number(round(effective))} of {number(total)}"
+        if total
+        else NOTHING,
+        "Time": duration(results and results.seconds),
+        "Folder": str(run.folder),
+    }

@@ -1,0 +1,337 @@
+"""What stands in each section of the page; its title, and what to look for, are in page.html.j2.
+
+A section is a function from the page's runs to blocks: lists of charts that stand side by side,
+tables, notes, confusion matrices and galleries, which page.html.j2 shows each by its kind.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from kfac_backend.fisher import Fisher
+from marglik.application.report import charts
+from marglik.application.report.contents import MISSING, Run, differing, predictives
+from marglik.application.report.tables import (
+    NOTHING,
+    Row,
+    Table,
+    differences_table,
+    evaluated_and_rivals,
+    number,
+    percentage,
+    summary_table,
+)
+from marglik.prediction.links import Calibration
+from marglik.prediction.metric_types import Coverage
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as a data URI, and what to say below it."""
+
+    image: str
+    alt: str
+    lines: Sequence[tuple[str, str]] = ()
+    """(what, its value)."""
+    parts: tuple[float, float] | None = None
+    """Aleatoric and epistemic part of the entropy, as shares of the gallery's largest entropy."""
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures side by side; small ones without a title belong to the gallery above."""
+
+    title: str
+    pictures: Sequence[Picture]
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Counts of labels (rows) by predictions (columns), as a table coloured by them."""
+
+    title: str
+    classes: Sequence[str]
+    counts: Sequence[Sequence[int]]
+
+
+Blocks = list[str | Gallery | Confusion | Table | list[charts.Chart]]
+"""A text is a paragraph."""
+
+
+def _summary(runs: Sequence[Run]) -> Blocks:
+    """Metrics, differences on the same examples, and what must be known to read them."""
+    blocks: Blocks = [
+        run.titled(run.evaluation.seen_in_words)
+        for run in runs
+        if run.evaluation and run.evaluation.seen_in_words
+    ]
+    blocks += [summary_table(runs)] if evaluated_and_rivals(runs) else []
+    for run in runs:
+        for network in run.results.networks.values() if run.results else ():
+            title = run.titled("Difference to the plain network on the same test examples")
+            blocks += differences_table(title, network.differences or {})
+        against = {one.name: one.record.against for one in predictives([run])}
+        rivals = ", ".join(dict.fromkeys(one.predictive for one in against.values() if one))
+        title = run.titled(f"Differences to {rivals} on the same test examples")
+        differences = {name: one.differences for name, one in against.items() if one}
+        blocks += differences_table(title, differences)
+    for evaluation in [run.evaluation for run in runs if run.evaluation]:
+        if positions := evaluation.num_positions:
+            blocks.append(
+                f"Metrics are means over {positions:,} positions (tokens). The NLL is in nats per "
+                "position. Each sequence is one example."
+            )
+        if ood := evaluation.ood:
+            name = f"{ood.name} ({ood.num_examples:,} examples)"
+            parts = [name, ood.note, f"detected by {ood.score}"]
+            blocks.append(f"Out of distribution: {', '.join(filter(None, parts))}.")
+    return blocks
+
+
+def _curves(runs: Sequence[Run]) -> Blocks:
+    updated, trained = [r for r in runs if r.updates], [r for r in runs if r.epochs]
+    curves = [charts.evidence_chart(updated)] if updated else []
+    curves += [charts.loss_chart(trained)] if trained else []
+    blocks: Blocks = [curves]
+    for run in updated:
+        # A Fisher of the user's own may not be known here; it counts as drawn.
+        exact = [name for name, fisher in Fisher.by_name.items() if not fisher.draws]
+        estimates = [
+            update.num_examples < update.num_data or update.fisher not in exact
+            for update in run.updates
+        ]
+        if any(estimates):
+            except_the_last = "" if estimates[-1] else ", except the last one"
+            blocks.append(
+                run.titled(
+                    "The evidences are estimates from a sample or from random vectors"
+                    f"{except_the_last}."
+                )
+            )
+    if curves and any(run.target_scale for run in runs):
+        blocks.append(
+            "Evidence and loss refer to the standardised target of the training. Metrics are in "
+            "the unit of the target."
+        )
+    return blocks
+
+
+def _weight_decay(runs: Sequence[Run]) -> Blocks:
+    """Over epochs, and for each tensor at the end, beside its effective parameters."""
+    updated = [run for run in runs if run.updates]
+    final = [(run, run.results.weight_decay) for run in runs if run.results]
+    rows = []
+    for name in dict.fromkeys(name for _, tensors in final for name in tensors):
+        cells, shares = [], []
+        for tensor in (tensors.get(name) for _, tensors in final):
+            if tensor is None:
+                cells += [NOTHING] * 3
+                shares += [""] * 3
+                continue
+            gamma, parameters = tensor.effective_parameters, tensor.parameters
+            cells += [number(tensor.learned), number(gamma), number(parameters)]
+            shares += ["", percentage(gamma / parameters, 1), ""]
+        rows.append(Row(name, cells, small=shares))
+    heads = ("weight decay", "effective parameters", "parameters")
+    columns = ["Tensor", *(run.titled(head) for run, _ in final for head in heads)]
+    table = Table("Each tensor at the end", columns, rows, summary="Each tensor at the end")
+    charts_of = charts.weight_decay_charts(updated)
+    return [*([charts_of] if updated else []), *([table] if rows else [])]
+
+
+def _augmentation(runs: Sequence[Run]) -> Blocks:
+    blocks: Blocks = []
+    for run, augmentation in [(run, run.results.augmentation) for run in runs if run.results]:
+        if augmentation is None:
+            continue
+        blocks.append([charts.ranges_chart(run, augmentation.ranges)])
+        rows = [
+            Row(name, [number(value, 3) for value in (one.initial, one.learned, one.largest)])
+            for name, one in augmentation.ranges.items()
+        ]
+        columns = ["Range", "initial", "learned", "largest"]
+        blocks.append(Table(run.titled("Ranges"), columns, rows))
+        title = run.titled("Training images and their transformed copies")
+        for i, images in enumerate(augmentation.examples):
+            names = ["Training image", *(f"Copy {k}" for k in range(1, len(images)))]
+            pictures = [Picture(*pair) for pair in zip(images, names, strict=True)]
+            blocks.append(Gallery("" if i else title, pictures, "copies"))
+    return blocks
+
+
+def _reliability(runs: Sequence[Run]) -> Blocks:
+    # Curves with the same bins or levels share a chart, and a table of its points.
+    groups = defaultdict(list)
+    for one in predictives(runs):
+        data = one.record.reliability
+        if data is not None:
+            places = data.levels if isinstance(data, Coverage) else data.edges
+            groups[one.chart, tuple(places)].append(one)
+    reliability = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
+    return [reliability, *_held_out(runs)]
+
+
+def _held_out(runs: Sequence[Run]) -> list[Table]:
+    """A table of the held-out NLLs by which the runs' predictives were calibrated."""
+    rows = []
+    for run in runs:
+        if run.results is None or (fit := run.results.calibration) is None:
+            continue
+        values = [fit.nll, fit.nll_uncalibrated, fit.nll_temperature_scaled, fit.nll_map]
+        cells = [*(number(value, 4) for value in values), number(fit.num_terms)]
+        words = Calibration(**fit.calibration).in_words
+        rows.append(Row(run.titled(fit.predictive), cells, detail=words))
+    titles = ["calibrated", "uncalibrated", "MAP, temperature-scaled", "MAP", "held-out terms"]
+    title = "NLL of the held-out data used for calibration"
+    return [Table(title, ["Predictive", *titles], rows, summary=title)] if rows else []
+
+
+def _errors(runs: Sequence[Run]) -> Blocks:
+    """Error rate by coverage; and what is taken for what."""
+    risks, matrices = defaultdict(list), []
+    for one in predictives(runs):
+        if one.record.risk_coverage:
+            risks[one.chart].append(one)
+    for run in runs:
+        # Predictives with the same class predictions are shown once, with all their names.
+        alike = defaultdict(list)
+        for one in predictives([run]):
+            alike[repr(one.record.confusion)].append(one)
+        for first, *others in alike.values():
+            confusion = first.record.confusion
+            if confusion and run.evaluation:
+                numbers = [str(i) for i in range(len(confusion))]
+                title = run.titled("; ".join(one.name for one in (first, *others)))
+                classes = run.evaluation.classes or numbers
+                matrices.append(Confusion(title, classes, confusion))
+    curves = [
+        charts.risk_coverage_chart(f"Error rate by coverage: {title}", group)
+        for title, group in risks.items()
+    ]
+    return [curves, *matrices]
+
+
+def _ood(runs: Sequence[Run]) -> Blocks:
+    curves = defaultdict(list)
+    for one in predictives(runs):
+        if one.record.roc:
+            evaluation = one.run.evaluation
+            data = evaluation.ood.name if evaluation and evaluation.ood else ""
+            curves[f"ROC curve: {one.name if one.run.label else data}"].append(one)
+    return [[charts.roc_chart(title, group) for title, group in curves.items()]]
+
+
+def _uncertain(runs: Sequence[Run]) -> Blocks:
+    galleries: Blocks = []
+    for run in runs:
+        if run.evaluation is None or (uncertain := run.evaluation.uncertain) is None:
+            continue
+        largest = max(one.aleatoric + one.epistemic for one in uncertain.examples) or 1.0
+        pictures = [
+            Picture(
+                one.image,
+                f"Test image {one.index}: {one.label}, predicted as {one.predicted}",
+                [
+                    ("predicted", f"{one.predicted} ({100 * one.probability:.0f} %)"),
+                    ("label", f"{one.label} {'✓' if one.predicted == one.label else '✗'}"),
+                    ("entropy", f"{one.entropy:.2f}"),
+                    ("epistemic", f"{one.epistemic:.2f}"),
+                    ("image", str(one.index)),
+                ],
+                (one.aleatoric / largest, one.epistemic / largest),
+            )
+            for one in uncertain.examples
+        ]
+        galleries.append(Gallery(run.titled(f"By {uncertain.predictive}"), pictures))
+    return galleries
+
+
+def _suspicious(runs: Sequence[Run]) -> Blocks:
+    blocks: Blocks = []
+    for run in [run for run in runs if run.results]:
+        assert run.results is not None
+        labels = run.results.suspicious_labels
+        if labels.unknown is not None:
+            blocks.append(run.titled(labels.unknown))
+            continue
+        text = (
+            f"{labels.number:,} of {labels.judged:,} labels are suspicious. Averaged over the "
+            f"epochs, the network predicted {percentage(labels.agreement, 1)} of the labels. "
+            "Examples are counted from 0, in the order of the file or of the images."
+        )
+        blocks.append(run.titled(text))
+        title = run.titled("The most suspicious labels")
+        columns = ("example", "label", "predicted", "score")
+        cells = [
+            [str(one.index), one.label, one.predicted, number(one.score, 2)]
+            for one in labels.examples
+        ]
+        if any(one.wrong is not None for one in labels.examples):
+            columns = (*columns, "probability of being wrong")
+            cells = [
+                [*row, number(one.wrong, 2)]
+                for row, one in zip(cells, labels.examples, strict=True)
+            ]
+        pictures = [
+            Picture(
+                one.image,
+                f"Training image {row[0]}: labelled {row[1]}, predicted as {row[2]}",
+                [*zip(columns, row, strict=True)],
+            )
+            for one, row in zip(labels.examples, cells, strict=True)
+            if one.image is not None
+        ]
+        if pictures:
+            blocks.append(Gallery(title, pictures, "small"))
+        elif cells:
+            rows = [Row(index, rest) for index, *rest in cells]
+            blocks.append(Table(title, ["Training example", *columns[1:]], rows, has_words=True))
+    return blocks
+
+
+def _options(runs: Sequence[Run]) -> Blocks:
+    """All options; of several runs, those that differ come first and are highlighted."""
+    names = list(dict.fromkeys(name for run in runs for name in run.options))
+    different = differing([run.options for run in runs])
+    rows = []
+    for name in [*different, *(name for name in names if name not in different)]:
+        values = [run.options.get(name, MISSING) for run in runs]
+        cells = ["null" if value is None else str(value) for value in values]
+        rows.append(Row(name, cells, differs=name in different))
+    columns, summary = ["Option", *(run.label or "value" for run in runs)], f"{len(rows)} options"
+    return [Table("Options", columns, rows, True, summary, bool(different))] if rows else []
+
+
+def _versions(runs: Sequence[Run]) -> Blocks:
+    """Versions and devices of training (or fit) and evaluation."""
+    columns = {}
+    for run in runs:
+        for name, record in (("results", run.results), ("evaluation", run.evaluation)):
+            if record:
+                parts = asdict(record.environment)
+                columns[run.titled(name)] = {
+                    **{k: str(v) for k, v in parts.items() if k != "versions"},
+                    **record.environment.versions,
+                }
+    rows = [
+        Row(name, [column.get(name, NOTHING) for column in columns.values()])
+        for name in dict.fromkeys(name for column in columns.values() for name in column)
+    ]
+    return [Table("Versions and device", ["Part", *columns], rows, has_words=True)] if rows else []
+
+
+SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
+    "summary": _summary,
+    "curves": _curves,
+    "weight-decay": _weight_decay,
+    "augmentation": _augmentation,
+    "reliability": _reliability,
+    "errors": _errors,
+    "ood": _ood,
+    "uncertain": _uncertain,
+    "suspicious": _suspicious,
+    "options": _options,
+    "versions": _versions,
+}
+"""Id of a section in page.html.j2 -> what stands in it; one without blocks is left out."""

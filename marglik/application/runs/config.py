@@ -1,0 +1,164 @@
+"""Options of a run. The command line uses the docstrings as help."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from kfac_backend.options import (
+    CurvatureOptions,
+    PassOptions,
+    TargetOptions,
+    check_fraction,
+    check_option,
+    check_positive,
+)
+from marglik.application.runs.loggers import LoggerName, check_logger
+from marglik.posterior.prior import PriorStructure, UpdateMethod
+from marglik.training.decay_policy import WEIGHT_DECAY
+from marglik.training.loop import CompileMode
+from marglik.training.schedule import CurvatureFrom, Schedule
+
+Accelerator = Literal["auto", "cpu", "cuda"]
+Augmentation = Literal["none", "standard", "learned"]
+Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+PriorMethod = UpdateMethod | Literal["fixed"]
+PriorRules = PriorStructure | dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvatureConfig(PassOptions):
+    """Options of the curvature pass."""
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ValueError(f"curvature.{error}") from error
+
+    def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
+        """Return the options of the pass, with ``targets`` for the targets of the data."""
+        of_pass = {field.name: getattr(self, field.name) for field in fields(PassOptions)}
+        return CurvatureOptions(**of_pass | asdict(targets))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorConfig(Schedule):
+    """The prior, in units of weight decay, and its updates.
+
+    Args:
+        weight_decay: initial weight decay of all groups. It corresponds to the prior precision
+            weight_decay * N for N training examples.
+        structure: parameters that share a weight decay. per_tensor has one weight decay per
+            parameter tensor, scalar a single one, per_type one each for weights, biases and
+            scalars, and per_child one per top-level child of the model. A mapping of group names to
+            patterns of parameter names defines other groups, such as {convolutions:
+            "stage*.weight", rest: "*"}.
+        method: method that maximises the evidence in an update. adam takes gradient steps. mackay
+            iterates MacKay's fixed point, which needs no step size. fixed makes no updates: it
+            keeps weight_decay, and in regression a noise of 1.
+        curvature_from: data of an update's curvature pass. auto uses a sample. If exact passes
+            would take longer than the training, it estimates the curvature (fisher=random_signs).
+            It also estimates the last update if an exact pass would take longer than a tenth of the
+            training. pass uses all data in each update, with the options of curvature.
+        correct_decays: whether the validation labels correct the weight decays of a classifier. It
+            is for data with wrong labels that the network memorises. See docs/weight-decay.md for
+            data where it helps and where it harms.
+    """
+
+    weight_decay: float = WEIGHT_DECAY
+    structure: PriorRules = "per_tensor"
+    method: PriorMethod = "adam"
+    curvature_from: CurvatureFrom = "auto"
+    correct_decays: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("prior.weight_decay", self.weight_decay)
+        if not self.updates:
+            raise ValueError(
+                "prior.updates is 0, so there would be no posterior to save. Pass at least 1, or "
+                "prior.method fixed, which keeps weight_decay."
+            )
+
+    def schedule(self, epochs: int) -> Schedule:
+        """Return the schedule of a run of ``epochs`` epochs; a fixed prior has no updates."""
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Schedule)}
+        own["epochs"] = epochs
+        if self.method == "fixed":
+            own["burn_in"] = epochs + 1
+        return Schedule(**own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Length of the training, device, and output folder.
+
+    Args:
+        epochs: number of passes over the training examples.
+        batch_size: number of examples (images, sequences, graphs) in a batch.
+        output: folder to write to; null selects runs/NAME with the name of the data.
+        resume: whether to continue the run in this folder. The run must have been started with the
+            same options. If there is no run, a new one starts. On a CPU with the same number of
+            threads, a resumed run gives exactly the results of an uninterrupted run. resume takes
+            precedence over overwrite. Checkpoints are written after epochs and updates, at most
+            once a minute, and always before an update.
+        overwrite: whether to replace a run in this folder.
+        members: number of networks in the ensemble. The first network learns the weight decays.
+            Each other network starts from other initial parameters and replays the learned weight
+            decays; it costs one training.
+        baseline: whether to train a plain network as a comparison, with the initial weight decay, a
+            cosine learning rate schedule and no average. By default it is trained if this takes
+            less than 20 seconds or a quarter of the run. resume can add it later. With a table,
+            scikit-learn also fits a linear model and gradient-boosted trees to the same rows,
+            unless this is false.
+        augmentation: augmentation of the training images. "standard" crops images at random (after
+            padding by 4 pixels) and flips them. "learned" averages the network over transformed
+            copies of each image, in training and prediction, which multiplies the cost. It learns
+            by the evidence the ranges of shifts, rotations, scales and shears, and with colours
+            also of recolouring and flips; see `marglik.augmentation`.
+        held_out: share of the training examples that is held out for calibration, if the data has
+            no validation set. The network is not trained on these examples, but the final posterior
+            is also fitted to them. 0 holds out no examples and does not calibrate.
+        seed: seed of all random numbers.
+        accelerator: device. auto selects cuda if it is available. (Apple's mps is not supported. It
+            lacks float64, which the evidence needs.)
+        precision: precision of the training steps, by Lightning's name. Parameters, curvature and
+            predictions stay in float32.
+        compile: mode of torch.compile for the training steps. null does not compile.
+            reduce-overhead records CUDA graphs on a GPU. Compilation changes the results only by
+            rounding.
+        progress: whether to show progress bars on a terminal and lines of text elsewhere.
+        logger: logs the numbers of each epoch and update, and the test metrics, for tensorboard or
+            wandb (Weights & Biases). null logs nothing. The curves of TensorBoard are in the folder
+            tensorboard of the output folder. Needs pip install 'marglik[loggers]'.
+    """
+
+    epochs: int = 30
+    batch_size: int = 128
+    output: str | None = None
+    resume: bool = False
+    overwrite: bool = False
+    members: int = 1
+    baseline: bool | None = None
+    augmentation: Augmentation = "none"
+    held_out: float = 0.1
+    seed: int = 0
+    accelerator: Accelerator = "auto"
+    precision: Precision = "32-true"
+    compile: CompileMode | None = None
+    progress: bool = True
+    logger: LoggerName | None = None
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        for name in ("batch_size", "epochs", "members"):
+            check_positive(name, getattr(self, name))
+        check_fraction("held_out", self.held_out)
+        if self.logger is not None:
+            check_option("logger", self.logger, LoggerName)
+            check_logger(self.logger)
+
+
+def check_seed(seed: int) -> None:
+    """Raise a ValueError for a seed that torch's generators do not accept."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed} is not supported. Pass a number in 0..{2**63 - 1}.")

@@ -1,0 +1,186 @@
+"""Run `marglik predict`: predict the rows of a new table, in the target's units."""
+
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from kfac_backend.atomic_files import write_file
+from kfac_backend.extras import extra
+from kfac_backend.likelihoods import Likelihood
+from marglik.application.data.encoding import TableEncoding
+from marglik.application.data.splits import check_values
+from marglik.application.run_folder import run_folder_of
+from marglik.application.runs.build import device_of
+from marglik.application.runs.config import Accelerator, check_seed
+from marglik.application.runs.evaluate import saved_object
+from marglik.models import Standardised
+from marglik.posterior_file import load_posterior
+from marglik.prediction.links import Prediction
+from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
+from marglik.storage.record_files import read_posterior
+
+LEVEL = 0.9
+"""Level of the intervals for numbers."""
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""First characters of a text that a spreadsheet runs as a formula, unless the text is a number."""
+
+
+def predict_rows(
+    path: str,
+    rows: str,
+    output: str,
+    model: str | nn.Module | None = None,
+    predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    overwrite: bool = False,
+    accelerator: Accelerator = "auto",
+    seed: int = 0,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Write predictions for the rows of a table, with a network trained on a TableFile.
+
+    The rows are encoded like the training file. Columns are matched by name, in any order. Other
+    columns, such as the target, are ignored. The output has a line for each row, in the same order.
+    For classes it contains the most probable class ("predicted") and the probability of each class
+    ("p(NAME)"). For numbers it contains "mean" and "std" of a new target, in the units of the file.
+    If the likelihood is Gaussian, "low" and "high" are the ends of the 90 % interval. If a
+    spreadsheet would run the name of a class as a formula, such as "=1+1", the name gets a leading
+    apostrophe. Returns a summary of the written file.
+
+    Args:
+        path: folder written by marglik train or marglik fit.
+        rows: CSV or Parquet file with the input columns of the training data.
+        output: CSV file to write the predictions to, outside of all folders of runs.
+        model: class of the network. Name the class if it is your own, because the folder alone must
+            not choose the code that runs.
+        predictive: the predictive.
+        overwrite: whether to replace an existing file.
+        accelerator: device. auto selects cuda if it is available.
+        seed: seed of the random numbers for sampling.
+        progress: whether to show progress bars on a terminal.
+
+    Raises:
+        FileNotFoundError: the folder or the file does not exist.
+        FileExistsError: the output exists.
+        ValueError: the output is the file of the rows or lies in the folder of a run; the run was
+            not trained on a table; a column is missing; a value does not occur in the training
+            data, or is so large that the prediction is not finite.
+    """
+    check_seed(seed)
+    record, encoding, _, x = rows_of_table(path, rows, output, overwrite)
+    device = device_of(accelerator)
+    laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)
+    generator = torch.Generator(device).manual_seed(seed)
+    predictive = predictive.for_posterior(laplace)
+    predict = laplace_predictive(laplace, predictive, generator)
+    batches = tqdm(x.split(predictive.batch_size), unit="batch", disable=None if progress else True)
+    try:
+        prediction = Prediction.cat([predict(part.to(device)).to("cpu") for part in batches])
+    except torch.linalg.LinAlgError:  # from a covariance that is not finite
+        _refuse_largest(x, laplace.model, encoding, rows)
+    if not all(bool(t.isfinite().all()) for t in (prediction.mean, prediction.total_uncertainty)):
+        _refuse_largest(x, laplace.model, encoding, rows)
+    scale = record["data"].get("target_scale")
+    columns = _columns(prediction, laplace.likelihood, encoding, scale)
+    with extra("tables"):
+        import pandas
+
+    write_file(Path(output), pandas.DataFrame(columns).to_csv(index=False).encode())
+    return {
+        "rows": len(x),
+        "output": output,
+        "predictive": predictive.label,
+        "calibrated": predictive.label in laplace.calibrations and predictive.is_calibrated,
+    }
+
+
+def _check_output(rows: str, output: str, overwrite: bool) -> None:
+    """Raise an error for a file that a command on the rows of a table may not write."""
+    if Path(output).resolve() == Path(rows).resolve():
+        raise ValueError(
+            f"{output} is the file of the rows, and the output would replace it. Pass another "
+            "--output."
+        )
+    if (folder := run_folder_of(Path(output))) is not None:
+        raise ValueError(
+            f"{output} is in {folder}, the folder of a run. This command never changes files of a "
+            "run. Pass an --output outside."
+        )
+    if Path(output).is_dir():
+        raise ValueError(f"{output} is a folder. Pass a file as --output.")
+    if Path(output).exists() and not overwrite:
+        raise FileExistsError(f"{output} exists. Pass --overwrite, or another --output.")
+
+
+def rows_of_table(
+    path: str, rows: str, output: str, overwrite: bool
+) -> tuple[dict[str, Any], TableEncoding, Any, Tensor]:
+    """Return a run's record and encoding, and the rows of a new table, both raw and encoded.
+
+    Raises:
+        FileExistsError: the output exists.
+        ValueError: the output may not be written, the run was not trained on a table, or rows
+            cannot be encoded.
+    """
+    _check_output(rows, output, overwrite)
+    record = read_posterior(path)
+    data = record["data"] or {}
+    if "table" not in data:
+        raise ValueError(
+            f"{path} was trained on {data.get('name', 'unknown data')}, which is not a TableFile. "
+            "This command needs a network that was trained on a table. In Python use "
+            "load_posterior."
+        )
+    encoding = TableEncoding(**data["table"])
+    frame = encoding.read(rows)
+    x = encoding.encode(frame, f"'{rows}'")
+    check_values(f"'{rows}'", x)
+    return record, encoding, frame, x
+
+
+def _refuse_largest(x: Tensor, model: nn.Module, encoding: TableEncoding, rows: str) -> NoReturn:
+    """Raise a ValueError that names the value with the largest distance from the training data."""
+    if isinstance(model, Standardised):
+        x = (x.double() - model.mean.double().cpu()) / model.std.double().cpu()
+    row, column = divmod(int(x.abs().argmax()), x.shape[1])
+    raise ValueError(
+        f"'{rows}': a prediction is not finite. The value of column {encoding.columns[column]!r} "
+        f"in row {row} (counted from 0) has the largest distance from the training data: "
+        f"{float(x[row, column]):.3g} standard deviations from the mean. Correct it, or remove the "
+        "row."
+    )
+
+
+def _no_formula(text: str) -> str:
+    """Quote a text that a spreadsheet would run as a formula; numbers are unchanged."""
+    is_formula = text.startswith(FORMULA) and not NUMBER.fullmatch(text)
+    return f"'{text}" if is_formula else text
+
+
+def _columns(
+    prediction: Prediction,
+    likelihood: Likelihood,
+    encoding: TableEncoding,
+    scale: list[float] | None,
+) -> dict[str, Any]:
+    """Return the columns of the output."""
+    if encoding.classes is not None and likelihood.kind == "classes":
+        most = prediction.mean.argmax(1).tolist()
+        probabilities = zip(encoding.classes, prediction.mean.T.tolist(), strict=True)
+        return {"predicted": [_no_formula(encoding.classes[k]) for k in most]} | {
+            f"p({name})": p for name, p in probabilities
+        }
+    if likelihood.kind == "binary":
+        return {"p": prediction.mean[:, 0].tolist()}
+    shift, unit = scale or (0.0, 1.0)
+    mean = prediction.mean[:, 0].double() * unit + shift
+    std = prediction.total_uncertainty[:, 0].double().sqrt() * unit
+    columns = {"mean": mean.tolist(), "std": std.tolist()}
+    if type(likelihood).cdf is Likelihood.cdf:  # the Gaussian's, which other likelihoods replace
+        half = torch.special.ndtri(torch.tensor((1 + LEVEL) / 2, dtype=torch.float64)) * std
+        columns |= {"low": (mean - half).tolist(), "high": (mean + half).tolist()}
+    return columns

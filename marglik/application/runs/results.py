@@ -1,0 +1,202 @@
+"""Collect the content of ``results.json`` about a posterior and its data, in the data's units."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from marglik.application.data.splits import Splits, tensors_in
+from marglik.application.evaluation import data_uri
+from marglik.application.records import (
+    Augmentation,
+    CalibrationRecord,
+    Evaluation,
+    Evidence,
+    Network,
+    PredictiveRecord,
+    Range,
+    SuspiciousLabel,
+    SuspiciousLabels,
+    TensorDecay,
+)
+from marglik.application.runs.setup import Setup
+from marglik.augmentation import LearnedAugmentation
+from marglik.augmentation.learned import START
+from marglik.posterior.prior import precision_to_weight_decay
+from marglik.prediction.links import Calibration
+from marglik.prediction.metric_types import Metrics
+from marglik.prediction.predictive import label_noise_of
+from marglik.prediction.suspicious_labels import suspicious_labels
+from marglik.training.loop import OnlineResult
+
+MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
+"""Maximum number of suspicious labels, and of images with augmented copies."""
+LARGEST_PICTURE = 48
+"""Maximum height and width (pixels) of pictures, which then have a few kilobytes each."""
+
+
+# A table's targets are standardised for training. Results are in the target's own unit: y = mean +
+# std·t, so p(y) = p(t)/std.
+
+
+def evaluation_in_units(evaluation: Evaluation, splits: Splits) -> Evaluation:
+    """Return an evaluation in units of the targets, from an evaluation of standardised targets."""
+    if splits.target_scale is None:
+        return evaluation
+    predictives: dict[str, PredictiveRecord] = {
+        name: scores_in_units(record, splits) for name, record in evaluation.predictives.items()
+    }
+    for name, record in predictives.items():
+        if record.calibration is not None:
+            calibration = _in_units(record.calibration, splits.target_scale[1])
+            predictives[name] = replace(record, calibration=calibration)
+    scale = list(splits.target_scale)
+    return replace(evaluation, predictives=predictives, target_scale=scale)
+
+
+def scores_in_units(scores: Any, splits: Splits) -> Any:
+    """Return `Scores` in units of the targets."""
+    if splits.target_scale is None:
+        return scores
+    std, log_std = splits.target_scale[1], _log_std(splits)
+    metrics, ends = scores.metrics, scores.intervals
+    metrics |= Metrics(nll=metrics.nll + log_std, rmse=metrics.rmse * std)
+    if ends.nll is not None:
+        ends |= Metrics(nll=(ends.nll[0] + log_std, ends.nll[1] + log_std))
+    if ends.rmse is not None:
+        ends |= Metrics(rmse=(ends.rmse[0] * std, ends.rmse[1] * std))
+    return replace(scores, metrics=metrics, intervals=ends)
+
+
+def calibration_in_units(name: str, fit: dict[str, Any], splits: Splits) -> CalibrationRecord:
+    """Return the calibration of a predictive in units of the targets."""
+    if splits.target_scale is None:
+        return CalibrationRecord(name, **fit)
+    nll = {key: fit[key] + _log_std(splits) for key in fit if key.startswith("nll")}
+    calibrations: dict[str, Any] = {
+        key: _in_units(fit[key], splits.target_scale[1])
+        for key in ("calibration", "map_calibration")
+    }
+    return CalibrationRecord(name, **fit | nll | calibrations)
+
+
+def _log_std(splits: Splits) -> float:
+    """Return the difference of an example's NLL between units: log std for each output."""
+    assert splits.target_scale is not None
+    return splits.test[1].shape[-1] * math.log(splits.target_scale[1])
+
+
+def _in_units(calibration: dict[str, Any], std: float) -> dict[str, Any]:
+    sigma = calibration["sigma_noise"]
+    return calibration | {"sigma_noise": None if sigma is None else sigma * std}
+
+
+def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:
+    """Return the noise and each tensor's weight decay, with the factor from held-out labels."""
+    splits, laplace, learner = setup.splits, outcome.laplace, outcome.learner
+    gamma = laplace.effective_parameters()
+    delta = laplace.prior_precision.expand(laplace.n_layers)
+    learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
+    assert learner is not None
+    factors = learner.state.factors(learner.problem)
+    learned = learned * learner.state.hyperparameters.groups.per_tensor(factors).to(learned)
+    relative = laplace.likelihood.parameters.get("noise", 1.0)  # of each output
+    std = 1.0 if splits.target_scale is None else splits.target_scale[1]
+    sigma = (laplace.sigma_noise.double().cpu() * relative * std).reshape(-1).tolist()
+    return {
+        "num_data": laplace.n_data,
+        "target_scale": None if splits.target_scale is None else list(splits.target_scale),
+        "sigma_noise": sigma if laplace.likelihood.has_sigma else None,
+        "weight_decay": {
+            name: TensorDecay(
+                initial=setup.prior.weight_decay,  # the same for all groups
+                learned=learned[i].item(),
+                effective_parameters=gamma[i].item(),
+                parameters=block.num_parameters,
+            )
+            for i, (name, block) in enumerate(laplace.fitted_factors().blocks.items())
+        },
+    }
+
+
+def learned_results(setup: Setup, outcome: OnlineResult, evaluation: Evaluation) -> dict[str, Any]:
+    """Return the fields of `Results` from the learned network's training and evaluation."""
+    laplace, splits = outcome.laplace, setup.splits
+    label = setup.predictive.for_posterior(laplace).label
+    fit = laplace.calibrations.get(label)
+    own = {"label_noise": label_noise_of(laplace.likelihood, None)}
+    of_map = Calibration(**fit["map_calibration"] if fit else own)
+    before = [record["evidence_before"] for record in outcome.records if record["kind"] == "update"]
+    name = "fixed" if setup.prior.method == "fixed" else "learned"
+    return {
+        "networks": {name: Network(evaluation.scores)},
+        "evidence": Evidence((*before, outcome.evidence)[0], outcome.evidence, outcome.epoch),
+        "environment": evaluation.environment,
+        "held_out": setup.held_out,
+        "calibration": fit and calibration_in_units(label, fit, splits),
+        "num_positions": evaluation.num_positions,
+        "suspicious_labels": _suspicious(outcome, splits, of_map),
+        "augmentation": _augmentation(setup.model, splits),
+    }
+
+
+def _suspicious(
+    outcome: OnlineResult, splits: Splits, calibration: Calibration
+) -> SuspiciousLabels:
+    """Return the training labels with the highest scores, or why none can be judged.
+
+    If the calibration has label noise, each label has a probability of being wrong.
+    """
+    y = tensors_in(splits.train)[-1].cpu()
+    try:
+        assert outcome.training_probabilities is not None
+        p = outcome.training_probabilities.mean().cpu()
+    except ValueError as error:
+        return SuspiciousLabels(unknown=str(error))
+    # Ignored labels have no prediction for a comparison. For sequences each position is judged.
+    ignored = splits.targets.ignore_index
+    counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
+    labels = suspicious_labels(
+        y[counts], p[counts], calibration.label_noise, calibration.output_temperature
+    )
+    examples = []
+    for i in range(min(labels.number, MOST_SUSPICIOUS)):
+        # Convert positions among judged labels to positions in the training part, then in the
+        # source.
+        position = int(counts[labels.index[i]])
+        label, predicted = (
+            str(int(k)) if splits.classes is None else splits.classes[int(k)]
+            for k in (labels.label[i], labels.predicted[i])
+        )
+        wrong = None if labels.wrong is None else labels.wrong[i].item()
+        image = None
+        if splits.are_images:
+            image = data_uri(tensors_in(splits.train)[0][position], LARGEST_PICTURE)
+        index, score = int(splits.indices_in_source[position]), labels.score[i].item()
+        examples.append(SuspiciousLabel(index, label, predicted, score, wrong, image))
+    return SuspiciousLabels(len(labels.index), labels.number, labels.agreement, examples)
+
+
+@torch.no_grad()
+def _augmentation(model: nn.Module, splits: Splits) -> Augmentation | None:
+    """Return the learned ranges, and some training images after augmentation; None without any."""
+    if not isinstance(model, LearnedAugmentation):
+        return None
+    ranges = {
+        name: Range(START * largest, value, largest)
+        for name, value, largest in zip(
+            model.names, model.ranges.tolist(), model.largest.tolist(), strict=True
+        )
+    }
+    images = tensors_in(splits.train)[0][:IMAGES_SHOWN].cpu()
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (splits.mean, splits.std))
+    # The network's inputs are normalised, but the pictures are not.
+    copies = model.transformed(((images - mean) / std).to(model.ranges.device)).cpu()
+    copies = (copies * std + mean).round().clamp(0, 255).to(torch.uint8)
+    rows = [
+        [data_uri(picture, LARGEST_PICTURE) for picture in (image, *of_image)]
+        for image, of_image in zip(images, copies, strict=True)
+    ]
+    return Augmentation(ranges, model.copies, rows)

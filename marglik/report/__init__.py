@@ -1,5 +1,0 @@
-"""A report on runs: one HTML page that needs only a browser."""
-
-from marglik.report.page import write_report
-
-__all__ = ["write_report"]
