@@ -261,7 +261,7 @@ def test_the_page_is_small_and_fetches_nothing(page, evaluated, tmp_path):
     assert write_report([evaluated], tmp_path / "page.html").stat().st_size < 0.75 * 2**20
     with_address = {"src", "href", "action", "data", "poster", "srcset", "formaction"}
     addresses = [v for _, a in page.elements for k, v in a.items() if k in with_address and v]
-    assert len(addresses) >= 29 and all(a.startswith(("#", "data:")) for a in addresses)
+    assert len(addresses) >= 20 and all(a.startswith(("#", "data:")) for a in addresses)
     policies = [a["content"] for a in page.having("meta") if "http-equiv" in a]
     policy = dict(part.split(" ", 1) for part in policies[0].split("; "))
     assert (policy["default-src"], policy["img-src"]) == ("'none'", "data: blob:")
