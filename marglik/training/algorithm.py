@@ -42,6 +42,7 @@ from marglik.training.learned_numbers import (
     check_learned_numbers,
     learn_label_noise,
     likelihood_step,
+    log_benefit_of_held_out,
 )
 from marglik.training.random_state import own_random_numbers, seeded_random_numbers
 from marglik.training.samples import curvature_plan, pass_of_update
@@ -241,6 +242,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
     if state.posterior is not None and not is_sharded(problem.model):
         state.posterior.gather()  # so that one rank alone can predict
     problem.options.policy.warn_at_the_end(problem, state)
+    log_benefit_of_held_out(problem, state)
     return numbers
 
 

@@ -265,3 +265,17 @@ def _noise_of(problem: Problem, state: LearnerState, batches: Loader) -> float:
         data = HeldOut(without, f, spread, y, is_sampled=True)
         noise = fit_sharpness(data, scale=0.0).label_noise
     return problem.ranks.gather(noise)[0]
+
+
+def log_benefit_of_held_out(problem: Problem, state: LearnerState) -> None:
+    """Log what held-out labels would add, if the training labels alone show wrong ones."""
+    if not problem.learns_label_noise or problem.held_out is not None or problem.ranks.rank:
+        return
+    if noise := state.likelihood.parameters["noise"].item():
+        _logger.warning(
+            "the training labels show a share of random labels of %.2f. Held-out labels would "
+            "determine this share, and can correct weight decays that let the network fit wrong "
+            "labels. Pass held_out=batches and policy=DecayPolicy.corrected(), see "
+            "docs/weight-decay.md.",
+            noise,
+        )

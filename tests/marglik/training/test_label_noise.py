@@ -109,6 +109,8 @@ def test_without_held_out_labels_the_training_labels_show_it(caplog):
     """The largest ε that three epochs in a row show, from the last third on; and a line says so."""
     result = trained(held_out=None)
     assert "without held-out labels" in caplog.text
+    shown = [line for line in caplog.messages if "share of random labels of 0.2" in line]
+    assert shown == caplog.messages[-1:]
     shown = result.learner.state.shown_noise
     assert len(shown) == 7  # before the last third begins
     noise = result.laplace.likelihood.parameters["noise"].item()
@@ -126,14 +128,17 @@ def test_without_held_out_labels_the_training_labels_show_it(caplog):
         state.shown_noise = shown
         learn_label_noise(learner.problem, state)
         assert state.likelihood.parameters["noise"].item() == pytest.approx(expected)
-    # Negative control: right labels are trained on as without noise, to the bit.
+    # Negative control: right labels are trained on as without noise, to the bit. No line says more.
+    caplog.clear()
     clean, plain = (
         trained(0.0, likelihood=name, every=None, held_out=None)
         for name in (NOISY, "classification")
     )
     assert clean.laplace.likelihood.parameters["noise"] == 0
     assert_close(clean.laplace.mean, plain.laplace.mean, rtol=0, atol=0)
+    trained()  # with held-out labels
     given = trained(likelihood="noisy_classification(noise=0.25)", held_out=None)
+    assert "share of random labels" not in caplog.text
     assert given.laplace.likelihood.parameters["noise"] == 0.25
 
 
