@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from kfac_backend.blocks.block import (
     EigenBlock,
     KroneckerBlock,
     compute_eigenvalues,
+    decompose,
     gathered_blocks,
     missing_values,
 )
@@ -161,6 +162,42 @@ class KroneckerFactors:
             name: block.matvec(v[name].flatten()).view_as(v[name])
             for name, block in self.blocks.items()
         }
+
+    def trace(self) -> Tensor:
+        """Return the trace of the GGN, in float64."""
+        return torch.stack([values.sum() for values in self.eigenvalues().values()]).sum()
+
+    def frobenius_norm(self) -> Tensor:
+        """Return the square root of the sum of the GGN's squared entries, in float64."""
+        squares = [values.square().sum() for values in self.eigenvalues().values()]
+        return torch.stack(squares).sum().sqrt()
+
+    def det(self) -> Tensor:
+        """Return the determinant of the GGN, in float64; see `log_det` for large networks."""
+        return (
+            torch.stack([values.log().sum() for values in self.eigenvalues().values()]).sum().exp()
+        )
+
+    def damped_inverse(self, damping: float) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+        """Return the function v ↦ (GGN + λI)⁻¹ v, for v as in `matvec`.
+
+        The function keeps the eigenvectors, which are computed once.
+
+        Args:
+            damping: λ > 0, on the scale of a sum over the data.
+        """
+        check_positive("damping", damping)
+        eigen = dict(zip(self.blocks, decompose(self.blocks.values()), strict=True))
+
+        def product(v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: block.power_matvec(v[name].flatten(), block.spectrum(damping), -1.0).view_as(
+                    v[name]
+                )
+                for name, block in eigen.items()
+            }
+
+        return product
 
     def check_alignment(self, model: nn.Module) -> None:
         """Raise a ValueError unless there is one block per trainable parameter, in the same order.

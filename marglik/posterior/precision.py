@@ -9,12 +9,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
+from kfac_backend.extras import extra
+
+if TYPE_CHECKING:
+    import numpy as np
+    from scipy.sparse.linalg import LinearOperator
 
 
 class Precision(ABC):
@@ -58,6 +64,21 @@ class Precision(ABC):
     def covariance(self) -> Float[Tensor, "P P"]:
         """Return Σ."""
         return self.solve(torch.eye(self.size).to(self.example))
+
+    def linear_operator(self, inverse: bool = False) -> "LinearOperator":
+        """Return the matrix, or its inverse Σ, as an operator (P, P) for SciPy's solvers."""
+        with extra("statistics"):
+            from scipy.sparse.linalg import LinearOperator
+
+        function = self.solve if inverse else self.matvec
+
+        def product(v: "np.ndarray") -> "np.ndarray":
+            return function(torch.from_numpy(v.reshape(-1)).to(self.example)).cpu().numpy()
+
+        dtype = torch.empty(0, dtype=self.example.dtype).numpy().dtype
+        shape = (self.size, self.size)
+        # SciPy's types know the base class alone.
+        return LinearOperator(shape, product, product, dtype=dtype)  # pyright: ignore[reportCallIssue]
 
     def square_form(
         self, J: Float[Tensor, "*N C P"], diagonal: bool = False

@@ -125,6 +125,29 @@ def test_log_det_and_matvec(model):
     assert_close(torch.cat([t.flatten() for t in factors.matvec(v).values()]), H @ flat)
 
 
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_operator_is_that_of_the_dense_matrix(model, is_corrected):
+    factors = factors_of(model)
+    if is_corrected:
+        factors = corrected_factors(factors, model, [batch()])
+    H = dense(factors)
+    assert_close(factors.trace(), H.trace())
+    assert_close(factors.frobenius_norm(), H.norm())
+    few = replace(factors, blocks={"bias": factors.blocks["3.bias"]})
+    assert_close(few.det(), torch.linalg.det(factors.to_dense("3.bias")), atol=1e-12, rtol=1e-6)
+    v = {name: normal(*p.shape) for name, p in model.named_parameters()}
+    flat = torch.cat([t.flatten() for t in v.values()])
+    products = factors.damped_inverse(0.3)(v)
+    assert {name: t.shape for name, t in products.items()} == {n: t.shape for n, t in v.items()}
+    product = torch.cat([t.flatten() for t in products.values()])
+    assert_close(product, torch.linalg.solve(H + 0.3 * torch.eye(len(H)).double(), flat))
+    # Negative control: another damping.
+    other = torch.linalg.solve(H + 0.4 * torch.eye(len(H)).double(), flat)
+    assert (product - other).norm() > 1e-2 * product.norm()
+    with pytest.raises(ValueError, match="damping"):
+        factors.damped_inverse(0.0)
+
+
 def test_products_and_what_cannot_be_added(model):
     first = factors_of(model, 5, 0)
     assert_close(dense(first * 2.5), 2.5 * dense(first))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scipy.sparse.linalg import cg
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
 from torch.testing import assert_close
@@ -506,3 +507,16 @@ def test_a_parameter_without_axes_is_named(structure):
     posterior = Posterior(model.double(), "regression", structure=structure)
     with pytest.raises(ValueError, match="'bias' is 0-dimensional.*shape"):
         posterior.fit([data("regression")])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_precision_is_an_operator_for_scipys_solvers(structure):
+    precision = fitted(structure, "classification").precision()
+    dense, v = precision.to_dense(), torch.randn(precision.size, dtype=torch.float64)
+    operator = precision.linear_operator()
+    assert_close(torch.from_numpy(operator @ v.numpy()), dense @ v)
+    solution, failed = cg(operator, v.numpy(), rtol=1e-12, maxiter=10_000)
+    assert not failed
+    assert_close(torch.from_numpy(solution), torch.linalg.solve(dense, v), rtol=1e-6, atol=1e-8)
+    inverse = precision.linear_operator(inverse=True)
+    assert_close(torch.from_numpy(inverse @ v.numpy()), torch.linalg.solve(dense, v))
