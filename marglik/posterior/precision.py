@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from scipy.sparse.linalg import LinearOperator
 
+__all__ = ["Precision"]
+
 
 class Precision(ABC):
     """Symmetric, positive definite matrix H/(σ²T) + P₀, (P, P)."""

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, Literal, TypeVar
 
+__all__ = ["Metrics"]
+
 T = TypeVar("T")
 U = TypeVar("U")
 Interval = tuple[float, float]

@@ -185,7 +185,7 @@ def test_whatever_label_marks_them_is_turned_into_one(mark):
     assert task.may_ignore
     assert_close(task.targets(None, torch.zeros(N), y), sequences()[1])
     if mark != IGNORED:
-        with pytest.raises(ValueError, match=f"labels -100 beside ignore_index={mark}"):
+        with pytest.raises(ValueError, match=f"labels are -100 although ignore_index={mark}"):
             task.targets(None, torch.zeros(N), sequences()[1])
     # Negative control: all count unless it is said.
     plain = Task("classification")

@@ -89,7 +89,7 @@ def told(worlds):
         "other weights": "parameter '8.weight' has norm",
         "one has a value more": "Ranks disagree: b is None on rank 0 and 2 on rank 1",
         "no data": "ValueError: The data is empty",
-        "under DDP": "TypeError: The model is in DistributedDataParallel",
+        "under DDP": "TypeError: The model is wrapped in DistributedDataParallel",
         "in parts": "NotImplementedError: Parameter '8.weight' is sharded by tensor parallelism",
         "control": "no error",
     }.items(),

@@ -138,7 +138,7 @@ def test_the_drop_in_takes_keys():
 def test_what_is_wrong_is_named():
     (batch, _), options = FORMS["keys"]
     for changed, error, words in (
-        ({"dict_key_x": "pixels"}, KeyError, "image, scale, y, but no 'pixels'.*dict_key_x"),
+        ({"dict_key_x": "pixels"}, KeyError, "no 'pixels', but dict_key_x is.*image, scale, y"),
         ({"dict_key_y": "label"}, KeyError, "no 'label'.*dict_key_y is 'label'"),
         ({"batch": lambda b: b["y"]}, TypeError, r"returns \(args, kwargs, y\).*ValueError"),
     ):

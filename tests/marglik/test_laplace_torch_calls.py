@@ -369,7 +369,9 @@ def test_the_gradient_in_the_noise_is_that_of_differences():
     ours, theirs = gradients(Laplace), gradients(laplace.Laplace)
     assert_close(*ours, rtol=1e-6, atol=0)
     assert_close(ours[1], theirs[1], rtol=1e-6, atol=0)
-    assert f"{ours[0]:.2f} here, and {theirs[0]:.2f} there" in " ".join(PAGE.read_text().split())
+    assert f"{ours[0]:.2f} in marglik and {theirs[0]:.2f} in laplace-torch" in " ".join(
+        PAGE.read_text().split()
+    )
     for structure in ("diag", "full"):
         for library in (Laplace, laplace.Laplace):
             assert_close(*gradients(library, structure), rtol=1e-6, atol=0)

@@ -87,7 +87,11 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
             "prior_precision=None is not supported. Pass a number or a tensor",
         ),
         ({"sigma_noise": math.nan, "likelihood": "regression"}, ValueError, "noise .*, not nan"),
-        ({"model": None}, TypeError, "The model is None, of type NoneType; a torch.nn.Module"),
+        (
+            {"model": None},
+            TypeError,
+            "The model is None, of type NoneType, but must be a torch.nn.Module",
+        ),
         ({"model": nn.DataParallel(network())}, TypeError, "in DataParallel, .* model.module"),
     ],
 )
