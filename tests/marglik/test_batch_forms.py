@@ -140,7 +140,7 @@ def test_what_is_wrong_is_named():
     for changed, error, words in (
         ({"dict_key_x": "pixels"}, KeyError, "no 'pixels', but dict_key_x is.*image, scale, y"),
         ({"dict_key_y": "label"}, KeyError, "no 'label'.*dict_key_y is 'label'"),
-        ({"batch": lambda b: b["y"]}, TypeError, r"returns \(args, kwargs, y\).*ValueError"),
+        ({"batch": lambda b: b["y"]}, TypeError, r"return \(args, kwargs, y\).*ValueError"),
     ):
         with pytest.raises(error, match=words):
             kronecker_factors(fresh(), [batch], "classification", **options | changed)
