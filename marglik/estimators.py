@@ -154,7 +154,7 @@ class Estimator(BaseEstimator):
         return model.to(self.device)
 
     def _inputs(self, X: np.ndarray) -> Tensor:
-        """The standardised columns, in the shape, on the device and in the dtype of the network."""
+        """Return the standardised columns, in the shape, device and dtype of the network."""
         standardised = self.scaler_.transform(X.reshape(len(X), -1)).reshape(X.shape)
         return torch.tensor(standardised).to(next(self.model_.parameters()))
 
@@ -186,7 +186,7 @@ class Estimator(BaseEstimator):
         return self._inputs(checked)
 
     def _predict(self, X: Any) -> Prediction:
-        """The prediction of standardised targets."""
+        """Return the prediction of standardised targets."""
         x = self._checked_inputs(X)
         predict: Predictive = laplace_predictive(self.posterior_)
         if likelihood_of(self.likelihood).has_labels and not self.posterior_.calibrations:

@@ -45,7 +45,7 @@ class Graphs:
         return _owners(self.edge_counts, len(self.senders))
 
     def __len__(self) -> int:
-        """G, the number of graphs."""
+        """Return G, the number of graphs."""
         return len(self.node_counts)
 
     def __getitem__(self, index: int | slice | Tensor) -> "Graphs":
@@ -138,18 +138,18 @@ def sum_by(index: Tensor, x: Tensor, size: int) -> Tensor:
 
 
 def _owners(counts: Tensor, total: int) -> Tensor:
-    """0 counts[0] times, then 1 counts[1] times, ...; (total,)."""
+    """Return 0 counts[0] times, then 1 counts[1] times, ...; (total,)."""
     numbers = torch.arange(len(counts), device=counts.device)
     return numbers.repeat_interleave(counts, output_size=total)
 
 
 def _starts(counts: Tensor) -> Tensor:
-    """The index of each graph's first node or edge."""
+    """Return the index of each graph's first node or edge."""
     return counts.cumsum(0) - counts
 
 
 def _members(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """starts[k], ..., starts[k] + counts[k] - 1 for each k, concatenated, and the k of each."""
+    """Return starts[k], ..., starts[k] + counts[k] - 1 of all k, and the k of each."""
     owners = _owners(counts, int(counts.sum()))
     return torch.arange(len(owners), device=counts.device) + (starts - _starts(counts))[
         owners

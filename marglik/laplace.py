@@ -74,7 +74,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     *arguments: Any,
     **options: Any,
 ) -> "ParametricLaplace":
-    """A Laplace approximation with laplace-torch's interface; otherwise a `Posterior`.
+    """Return a Laplace approximation with laplace-torch's interface; otherwise a `Posterior`.
 
     There are three differences. N is the number of examples that were read, not the length of the
     loader's data set. The model keeps its mode and its parameters through every call. A temperature
@@ -146,7 +146,7 @@ def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str
 
 
 def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """A copy that shares parameters and buffers, with all frozen that has none of these names."""
+    """Return a copy that shares parameters and buffers, with all frozen except these names."""
     learned, wrong = set(), set(names)
     for parameter, p in model.named_parameters(remove_duplicate=False):
         matches = {name for name in names if not name or f"{parameter}.".startswith(f"{name}.")}
@@ -307,7 +307,7 @@ class ParametricLaplace(Posterior):
 
     @property
     def saved_subset(self) -> dict[str, Any]:
-        """Return the weights that have a posterior, as plain data, for `save_posterior`."""
+        """Weights that have a posterior, as plain data, for `save_posterior`."""
         last = self._last.replace("_orig_mod.", "")  # the name without torch.compile
         return {
             "subset_of_weights": self.subset,
@@ -412,7 +412,7 @@ class ParametricLaplace(Posterior):
         return 2 * (self.log_likelihood - super().log_marginal_likelihood()) - self.scatter
 
     def square_norm(self, value: Tensor) -> Tensor:
-        """(θ − θ*)ᵀ (H/(σ²T) + P₀) (θ − θ*) at parameter vectors θ (..., P)."""
+        """Return (θ − θ*)ᵀ (H/(σ²T) + P₀) (θ − θ*) at parameter vectors θ (..., P)."""
         return -2 * self.log_prob(value, normalized=False)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
@@ -548,7 +548,7 @@ class ParametricLaplace(Posterior):
         link_approx: str,
         n_samples: int,
     ) -> float:
-        """The loss of the predictions of validation data, by default the mean NLL (nats)."""
+        """Return the loss of predictions of validation data, by default the mean NLL (nats)."""
         task, outputs, total, count = Task(self.likelihood, self.options), [], 0.0, 0
         is_metric = hasattr(loss, "update") and hasattr(loss, "compute")
         if is_metric:
@@ -824,7 +824,7 @@ class DiagSubnetLaplace(SubnetLaplace):
 
 
 def _checked_link(pred_type: str, link_approx: str | None) -> str:
-    """The link of predictions; "nn" has only "mc".
+    """Return the link of predictions; "nn" has only "mc".
 
     Raises:
         ValueError: a prediction or a link that is not supported.
@@ -838,7 +838,7 @@ def _checked_link(pred_type: str, link_approx: str | None) -> str:
 
 
 def _bridge(f: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
-    """Class probabilities by the Laplace bridge: the mean of a Dirichlet with these logits.
+    """Return class probabilities by the Laplace bridge, the mean of a Dirichlet.
 
     Source: Hobbhahn, Kristiadi & Hennig 2022 (arXiv:2003.01227); ``normalised`` is laplace-torch's
     correction of the variance.

@@ -53,7 +53,7 @@ class EpochBatches:
 
 
 def _loader_of(loader: Any) -> Any:
-    """The user's or the trainer's own loader."""
+    """Return the user's or the trainer's own loader."""
     while hasattr(loader, "get_loader"):
         loader = loader.get_loader()
     return loader
@@ -127,7 +127,7 @@ def num_batches(loader: Any) -> int:
 
 
 def steps_in_epoch(loader: Loader, steps: int | None) -> int | None:
-    """The number of steps in an epoch that was given, or that of the loader's batches.
+    """Return the given number of steps in an epoch, or the number of the loader's batches.
 
     None of a stream, which has no length.
     """

@@ -181,7 +181,7 @@ def minimize_validation_loss(
 
 
 def _nll(laplace: Posterior, batches: Iterable[Any]) -> float:
-    """The NLL of the posterior's predictive (nats, mean over loss terms), by the same noise."""
+    """Return the NLL of the posterior's predictive (nats, mean over terms), by the same noise."""
     generator = torch.Generator(laplace.mean.device).manual_seed(0)
     predict = laplace_predictive(laplace, generator=generator)
     prediction, targets = predict_all(predict, batches)

@@ -196,7 +196,7 @@ def _laplace(
     names: list[str],
     numbers: dict[str, Any],
 ) -> ParametricLaplace:
-    """A `Laplace` of the saved subset of a network's weights.
+    """Return a `Laplace` of the saved subset of a network's weights.
 
     Args:
         model: the network, with the saved parameters.
@@ -217,17 +217,17 @@ def _laplace(
 
 
 def _plain(name: str) -> str:
-    """A parameter's name in the network that `torch.compile` wraps."""
+    """Return a parameter's name in the network that `torch.compile` wraps."""
     return name.replace("_orig_mod.", "")
 
 
 def _renamed(factors: KroneckerFactors, name_of: Callable[[str], str]) -> KroneckerFactors:
-    """The same factors of parameters with other names."""
+    """Return the same factors of parameters with other names."""
     blocks = {name_of(n): block.replace(name=name_of(n)) for n, block in factors.blocks.items()}
     return replace(factors, blocks=blocks)
 
 
 def _sum_of_base(model: nn.Module, base: dict[str, Tensor]) -> str:
-    """The SHA-256 sum of the frozen parameters that the network runs with."""
+    """Return the SHA-256 sum of the frozen parameters with which the network runs."""
     replaced = names_replaced(model)
     return sha256_of_tensors(p for name, p in base.items() if name not in replaced)

@@ -93,7 +93,7 @@ def build_from_spec(
 
 
 def _is_known(path: str) -> bool:
-    """Whether a class is one that any file may name."""
+    """Return whether any file may name this class."""
     module, _, name = path.rpartition(".")
     if module in OURS:
         return name in import_module(module).__all__
@@ -113,9 +113,9 @@ def _asked_for(
     is_named: bool,
     folder: Path | None,
 ) -> str | None:
-    """The first argument that asks for a file outside of the folder, or for a download.
+    """Return the first argument with a file outside of the folder, or with a download.
 
-    What a class that the user named does by default is the user's wish.
+    Defaults of a class that the user named count as the user's choice.
     """
     is_ours, defaults = _is_known(path), _defaults(make)
     for name, value in (arguments if is_named else defaults | dict(arguments)).items():
@@ -131,12 +131,12 @@ def _asked_for(
 
 
 def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
-    """The defaults of a class's or a function's arguments; `Parameter.empty` of those without."""
+    """Return the defaults of a class's or function's arguments; `Parameter.empty` without one."""
     return {name: p.default for name, p in signature(make).parameters.items()}
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """A text, or all texts in nested lists and dicts, but for specifications."""
+    """Yield the strings in nested lists and dicts, except specifications."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, dict):
@@ -147,12 +147,12 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _is_inside(path: str, folder: Path) -> bool:
-    """Whether a path, with all links followed, lies in a folder."""
+    """Return whether a path, with all links resolved, is in a folder."""
     return Path(path).expanduser().resolve().is_relative_to(folder.resolve())
 
 
 def _as_options(option: str, spec: dict[str, Any]) -> str:
-    """A specification as one types it."""
+    """Return a specification as options of the command line."""
     path = str(spec["class_path"])
     arguments = (spec.get("init_args") or {}) | (spec.get("dict_kwargs") or {})
     defaults = _defaults(resolve_name(path)) if _is_known(path) else {}

@@ -272,13 +272,13 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
 
 
 def _configs(function: Callable[..., Any]) -> dict[str, Any]:
-    """Arguments of a function that are dataclasses of options, with their classes."""
+    """Return the arguments of a function that are dataclasses of options, with their classes."""
     hints, others = get_type_hints(function).items(), ("provenance", "return")
     return {name: kind for name, kind in hints if is_dataclass(kind) and name not in others}
 
 
 def _switches(source: Callable[..., Any]) -> dict[str, Any]:
-    """Boolean arguments of a function or dataclass, with their defaults."""
+    """Return the boolean arguments of a function or dataclass, with their defaults."""
     yes_or_no = (bool, bool | None)
     parameters = signature(source).parameters.items()
     return {name: p.default for name, p in parameters if p.annotation in yes_or_no}
@@ -337,7 +337,7 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
 
 
 def preset_names() -> list[str]:
-    """Names of the presets that --config accepts."""
+    """Return the names of the presets that --config accepts."""
     return sorted(
         Path(p.name).stem
         for p in files("marglik.application.presets").iterdir()
@@ -461,7 +461,7 @@ def _fill_in_sizes(options: Any) -> None:
 
 
 def _is_another_rank() -> bool:
-    """Whether torchrun started this process with a nonzero rank."""
+    """Return whether torchrun started this process with a nonzero rank."""
     return os.environ.get("RANK", "0") != "0"
 
 

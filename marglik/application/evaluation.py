@@ -55,7 +55,7 @@ from marglik.storage.environment import environment
 _logger = logging.getLogger(__name__)
 
 ExampleScores = dict[str, Metrics[Tensor]]
-"""Predictive -> its metrics for each test example, (N,)."""
+"""Maps a predictive to its metrics for each test example, (N,)."""
 SHOWN_NOISE = 0.01
 """Share ε of random labels above which the NLL of both kinds of labels is given."""
 MOST_UNCERTAIN = 12
@@ -108,7 +108,7 @@ def evaluate(
     uncertain = num_positions = None
     for label, predict in predictives.items():
         _logger.info("evaluating %s on %s", label, splits.name)
-        # The first call computes eigenvectors; the time of the test set must not include that.
+        # The first call computes eigenvectors, which the time of the test set must not include.
         predict(next(iter(split_batches(splits, "test", 2, device=device)))[0])
         start = time.perf_counter()
         batches = split_batches(splits, "test", batch_size, device=device, ranks=ranks)
@@ -206,7 +206,7 @@ def predictives_of(
 
 
 def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
-    """Rows of predictions per test example; None if the number differs between examples.
+    """Return the rows of predictions per test example; None if examples differ in it.
 
     The rows of a prediction do not say which sequence they belong to.
     """
@@ -219,7 +219,7 @@ def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
 def _of_other_labels(
     predict: Predictive, prediction: Prediction, targets: Tensor, labels: Labels
 ) -> Metrics[float]:
-    """The NLL as if the test labels were of the other kind, if there is noise to speak of."""
+    """Return the NLL for the other kind of test labels, if there is considerable noise."""
     likelihood = likelihood_of(getattr(predict, "likelihood", "classification"))
     noise = label_noise_of(likelihood, getattr(predict, "calibration", None))
     if likelihood.kind != "classes" or noise <= SHOWN_NOISE:
@@ -235,9 +235,9 @@ def _of_other_labels(
 def _with_ood(
     record: PredictiveRecord, inside: Prediction, outside: Prediction
 ) -> PredictiveRecord:
-    """Add how well the entropy tells out-of-distribution data from the test set.
+    """Add metrics for detecting out-of-distribution data by the entropy.
 
-    And, as one number, how well the epistemic part does, where there is one.
+    If there is an epistemic part, add the AUROC of its detection, too.
     """
     sides = inside, outside
     scores = [p.entropy.reshape(len(p.entropy), -1).sum(1) for p in sides]

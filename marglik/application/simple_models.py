@@ -1,8 +1,8 @@
-"""What scikit-learn's linear model and trees predict for a table: is a network the right thing?
+"""Fit scikit-learn's linear model and trees to a table, to compare them with a network.
 
-They are fitted with their default options to the rows that the network was trained on, and see the
-same columns, standardised. A number's distribution is a Gaussian around the prediction, with the
-root mean square error of predictions across five folds of these rows.
+They are fitted with their default options to the network's training rows, with the same
+standardised columns. A number's distribution is a Gaussian around the prediction, with the root
+mean square error of predictions across five folds of these rows.
 """
 
 from collections.abc import Mapping

@@ -106,20 +106,20 @@ class LearnedAugmentation(nn.Module):
         return rows.unflatten(0, (N, S))
 
     def _with_ranges(self) -> Iterator[tuple[Transform, Tensor, int]]:
-        """Each transform, its ranges, and the number of those before."""
+        """Yield each transform, its ranges, and the number of earlier ones."""
         start = 0
         for transform in self.transforms:
             yield transform, self.ranges[start : start + len(transform.names)], start
             start += len(transform.names)
 
     def _weights(self) -> Tensor | None:
-        """The weight of each copy, (S,), whose mean is 1."""
+        """Return the weight of each copy, (S,), with mean 1."""
         of_transforms = (t.weights(eta, self.copies) for t, eta, _ in self._with_ranges())
         weights = [one for one in of_transforms if one is not None]
         return torch.stack(weights).prod(0) if weights else None
 
     def _numbers(self, N: int, k: int, like: Tensor, start: int) -> Float[Tensor, "M k"]:
-        """Numbers in [-1, 1] for each copy, one in each S-th of it, in an order of their own.
+        """Return numbers in [-1, 1] for each copy, one in each S-th of the interval, shuffled.
 
         ``start`` is the number of ranges before: each transform has other orders.
         """

@@ -136,7 +136,7 @@ class RangeLearner:
 
 
 def _random_parts(data: Iterable[Any], share: float) -> Iterator[list[Any]]:
-    """Some parts of the data for `STEPS` steps, each a random share of its batches, at least one.
+    """Yield parts of the data for `STEPS` steps, each of random batches, at least one.
 
     The data is read once, and only up to the last batch that is needed.
     """

@@ -59,7 +59,7 @@ class StepInputs:
         return SplitBatch(x, y)
 
     def _input_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of a call as an input, without the labels."""
+        """Return the arguments of a call as an input, without the labels."""
         names = {"labels", self._task.options.dict_key_y}
         kwargs = {name: value for name, value in kwargs.items() if name not in names}
         is_alone = len(args) == 1 and not kwargs
@@ -135,7 +135,7 @@ class _Called(BaseException):
 
 
 def _arguments_of(network: nn.Module, step: Callable[[], object]) -> Any:
-    """The arguments of the first call of a network; None if there is none."""
+    """Return the arguments of the first call of a network; None if there is none."""
     calls: list[Any] = []
 
     def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ def _arguments_of(network: nn.Module, step: Callable[[], object]) -> Any:
 
 
 def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
-    """Inputs in the network's dtype, where autocast has made them coarser."""
+    """Return inputs in the network's dtype if autocast has made them coarser."""
     if isinstance(x, Mapping):
         return map_entries(lambda value: _in_dtype(value, dtype), x)
     is_coarse = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
@@ -162,7 +162,7 @@ def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _numbers(x: Any) -> list[Tensor]:
-    """The tensors of floating point in an input, in the order of its arguments."""
+    """Return the floating-point tensors of an input, in the order of its arguments."""
     if isinstance(x, Tensor):
         return [x.detach()] if x.is_floating_point() and x.dim() else []
     values = x.values() if isinstance(x, Mapping) else ()
@@ -170,7 +170,7 @@ def _numbers(x: Any) -> list[Tensor]:
 
 
 def _difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
-    """How two batches of a network's inputs differ beyond chance; None if they do not."""
+    """Return how two batches of a network's inputs differ beyond chance; None if they do not."""
     if [t.dim() for t in ours] != [t.dim() for t in theirs]:
         shapes = [" and ".join(str((*t.shape,)) for t in ts) or "none" for ts in (ours, theirs)]
         return f"have axes {shapes[1]}, and the curvature passes use {shapes[0]}"

@@ -156,7 +156,7 @@ class MarginalLikelihood(Callback):
         self._end_epoch(trainer, trainer.current_epoch)
 
     def _continue(self, trainer: Trainer, network: nn.Module) -> None:
-        """Go on with what was learned before, or say that decays start anew."""
+        """Continue with the learned state, or warn that decays start anew."""
         state, trained = self.learner.state_dict(), getattr(self.learner, "problem", None)
         if self._is_restored or not (trainer.global_step or trained):
             return
@@ -312,7 +312,7 @@ class MarginalLikelihood(Callback):
 
 
 def _loader_and_keys(trainer: Trainer) -> tuple[Any, list[Any]]:
-    """The present dataloader, and the keys of its batch in the batches of the training step."""
+    """Return the present dataloader, and its batch's keys in the training step's batches."""
     loader, keys = trainer.train_dataloader, []
     while isinstance(loader, dict | list | tuple):
         if len(loader) != 1:
@@ -325,7 +325,7 @@ def _loader_and_keys(trainer: Trainer) -> tuple[Any, list[Any]]:
 
 
 def _prepared(trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[Any, Any]:
-    """A batch after the trainer's conversion and transfer hooks, whole and the loader's part."""
+    """Return a batch after the trainer's hooks for transfer, whole and the loader's part."""
     keys = _loader_and_keys(trainer)[1]
     for key in reversed(keys):
         batch = [batch] if key == 0 else {key: batch}

@@ -143,7 +143,7 @@ class MarginalLikelihood(TrainerCallback):
         return loss_sum(f, labels, likelihood) / (num_items_in_batch or count)
 
     def _train_and_clean_up(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's own training; an exception, too, leaves its own evaluation and no hook."""
+        """Run the trainer's own training, then restore its evaluation and remove hooks."""
         try:
             return self._train(*args, **kwargs)
         finally:
@@ -217,7 +217,7 @@ class MarginalLikelihood(TrainerCallback):
         self._inputs.watch()
 
     def _prepared(self, batch: Any) -> tuple[Any, Any]:
-        """A batch as the trainer's step takes it, and what holds its labels: a copy."""
+        """Return a batch in the form of the trainer's step, and a copy for its labels."""
         batch = self._trainer._prepare_inputs(batch)
         return batch, dict(batch)
 
@@ -226,7 +226,7 @@ class MarginalLikelihood(TrainerCallback):
             self._compute_loss(model, batch)
 
     def _note_labels(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's own loss; the first step's is compared with the likelihood's."""
+        """Return the trainer's own loss; compare the first step's with the likelihood's."""
         if self.learner.loss_check is not None and self._inputs is not None:
             self.learner.loss_check.targets = self._inputs.split(inputs)[1]
         return self._compute_loss(model, inputs, *args, **kwargs)

@@ -97,7 +97,7 @@ class Batches:
         return sum(part.stop - part.start for part in self._slices)
 
     def __len__(self) -> int:
-        """Number of batches in one iteration."""
+        """Return the number of batches in one iteration."""
         return len(self._slices)
 
     def __iter__(self) -> Iterator[Pair]:
@@ -132,7 +132,7 @@ class Batches:
         return self._selected(parts, slices, moved)
 
     def _draw_distortions(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Uniform offsets top and left in 0..8, and flips with probability one half; each (N,)."""
+        """Return uniform offsets top and left in 0..8, and flips with probability ½; each (N,)."""
         n = len(self._y)
         top, left = torch.randint(2 * PADDING + 1, (2, n), generator=self.generator)
         flip = torch.randint(2, (n,), generator=self.generator).bool()

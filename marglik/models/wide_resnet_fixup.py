@@ -122,12 +122,12 @@ class WideResNetFixup(nn.Module):
 
 
 def _stage(in_channels: int, out_channels: int, n: int, stride: int) -> nn.Sequential:
-    """One stage of n blocks; the first changes the channels and the resolution."""
+    """Return one stage of n blocks; the first changes the channels and the resolution."""
     first = FixupBlock(in_channels, out_channels, stride, num_blocks=3 * n)
     others = [FixupBlock(out_channels, out_channels, 1, num_blocks=3 * n) for _ in range(n - 1)]
     return nn.Sequential(first, *others)
 
 
 def _he_std(convolution: nn.Conv2d) -> float:
-    """√(2 / (k² C_out)), the He initialisation that preserves the gradient's variance."""
+    """Return √(2 / (k² C_out)), the He initialisation that preserves the gradient's variance."""
     return math.sqrt(2 / (math.prod(convolution.kernel_size) * convolution.out_channels))

@@ -1,1 +1,1 @@
-"""Predictives, and what they are worth."""
+"""Predictives and their metrics."""

@@ -221,7 +221,7 @@ class HeldOut:
         f, likelihood, weights = self.f, self.likelihood, None
         none, variance = torch.zeros_like(f), torch.zeros_like(f)
         sampled = none[None]  # (S, M, C)
-        # Samples, or variances where there is a closed form.
+        # Use samples, or variances if there is a closed form.
         if self.is_sampled:
             sampled = self.spread.movedim(1, 0)
         elif likelihood.kind == "continuous" or (link == "probit" and likelihood.has_probit):
@@ -294,14 +294,14 @@ def collected(
     num_seen, stride = 0, 1
     parts = gathered(of_batch, batches, options, "Calibrating", progress, ranks)
     for f, spread, y in parts:
-        # Variances count as much as covariances, so that a link is calibrated on the same terms
-        # whatever other links are asked for.
+        # Use the same terms for variances and covariances, so that a link's calibration does not
+        # depend on other requested links.
         most = max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * (samples or f.shape[1])))
         is_chosen = (torch.arange(num_seen, num_seen + len(f)) % stride) == 0
         num_seen += len(f)
         chosen.append((f[is_chosen], spread[is_chosen], y[is_chosen]))
-        # Two numbers need no more terms than this: when there are more, keep every second one, of
-        # the later batches as well.
+        # Two numbers need no more terms than this. If there are more, keep every second one, also
+        # of later batches.
         while sum(len(y) for *_, y in chosen) > most:
             stride *= 2
             chosen = [tuple(torch.cat(column)[::2] for column in zip(*chosen, strict=True))]
@@ -345,7 +345,8 @@ def calibrate(
     fit = calibrations_of(posterior, batches, config, [config.method], progress=progress)[
         config.label
     ]
-    # The seed of the search: s and τ are best for its samples, others add their sampling error.
+    # Use the seed of the search: s and τ are best for its samples. Other samples would add a
+    # sampling error.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
     return _calibrated(posterior, config, generator.get_state(), fit)
 
@@ -353,9 +354,9 @@ def calibrate(
 def _calibrated(
     posterior: Posterior, config: PredictiveConfig, state: Tensor, fit: CalibrationFit
 ) -> CalibratedPredictive:
-    """The predictive at a calibration, whose samples are drawn from a generator in this state."""
+    """Return the predictive at a calibration, with samples from a generator in this state."""
     generator, predictives = torch.Generator(posterior.mean.device), []
-    # Where nothing is calibrated, ε is the likelihood's own. Both from the same samples.
+    # Without a calibration, ε is the likelihood's own. Both predictives use the same samples.
     plain = Calibration(label_noise=label_noise_of(posterior.likelihood, None))
     for calibration in (plain, fit.calibration):
         generator.set_state(state)
@@ -375,7 +376,7 @@ def _calibrated(
     return CalibratedPredictive(**arguments, uncalibrated=uncalibrated, calibration_fit=fit)
 
 
-@torch.inference_mode(False)  # gradients are needed, whatever the caller needs
+@torch.inference_mode(False)  # gradients are needed in any mode of the caller
 def calibrations_of(
     posterior: Posterior,
     batches: Iterable[Any],
@@ -457,15 +458,16 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
     generator = torch.Generator(f.device).manual_seed(0)
     noise = torch.randn(samples, f.shape[1], generator=generator, device=f.device, dtype=f.dtype)
     noise = noise.double()
-    # One subset of the terms for all links, so that their NLLs can be compared. In float64: near
-    # the flat bottom of the NLL, float32's rounding would decide where the search stops.
+    # One subset of the terms for all links, so that their NLLs can be compared. In float64, because
+    # near the flat minimum of the NLL float32's rounding would determine the end of the search.
     S = held_out.spread.shape[1] if held_out.is_sampled else samples
     held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * S))).double()
     loss, own = held_out.loss(link, noise), _own(held_out)
 
-    # Step 1: τ and ε alone, the temperature-scaled MAP.
+    # Step 1: only τ and ε, the temperature-scaled MAP.
     of_map, at_map = _least_at_scale(held_out, loss, 0.0)
-    # Step 2: s and the others from several starts on a part, then from the best on all terms.
+    # Step 2: s and the others, first from several starts on a part, then from the best on all
+    # terms.
     subset = held_out.some(ROUGH_TERMS)
     starts = [_least(subset, subset.loss(link, noise), [math.log(s), *at_map]) for s in STARTS]
     of_all, (log_scale, *others) = _least(held_out, loss, min(starts)[1])
@@ -477,7 +479,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         scale = torch.tensor(s, dtype=torch.float64) if s else None
         return loss(scale, sharp, label_noise).item()
 
-    # Where nothing is calibrated, ε is the likelihood's own.
+    # Without a calibration, ε is the likelihood's own.
     own_noise = label_noise_of(held_out.likelihood, None)
     uncalibrated = [own] + [_log_noise(own_noise)] * (len(at_map) - 1)
     return CalibrationFit(
@@ -513,24 +515,24 @@ def scaled_loss(held_out: HeldOut) -> float:
 
 
 def _least_at_scale(held_out: HeldOut, loss: Loss, scale: float) -> tuple[float, list[float]]:
-    """The least at a fixed s, over log τ, and for classes over the noise's coordinate, too."""
+    """Return the minimum at a fixed s over log τ, and for classes over the noise's coordinate."""
     has_noise = held_out.likelihood.kind == "classes"
     starts = [[_log_noise(noise)] for noise in NOISES] if has_noise else [[]]
     return min(_least(held_out, loss, [_own(held_out), *start], scale) for start in starts)
 
 
 def _log_noise(noise: float) -> float:
-    """The coordinate log(1 + ε/`SMALL_NOISE`) of ε, in which the prior is linear."""
+    """Return the coordinate log(1 + ε/`SMALL_NOISE`) of ε, in which the prior is linear."""
     return math.log1p(noise / SMALL_NOISE)
 
 
 def _numbers(values: Tensor) -> tuple[Tensor, Tensor | None]:
-    """τ or σ, and ε, at (log τ, coordinate of ε) or (log σ,)."""
+    """Return τ or σ, and ε, from (log τ, coordinate of ε) or (log σ,)."""
     return values[0].exp(), SMALL_NOISE * values[1].expm1() if len(values) > 1 else None
 
 
 def _own(held_out: HeldOut) -> float:
-    """Log σ of the posterior, or log τ = 0: where nothing is calibrated."""
+    """Return log σ of the posterior, or log τ = 0: the uncalibrated value."""
     return math.log(held_out.sigma_noise) if held_out.likelihood.has_sigma else 0.0
 
 
@@ -546,7 +548,7 @@ def _calibration(held_out: HeldOut, scale: float, values: Sequence[float]) -> Ca
 def _least(
     held_out: HeldOut, loss: Loss, start: Sequence[float], scale: float = 1.0
 ) -> tuple[float, list[float]]:
-    """The least NLL with the prior, and where it is, by L-BFGS-B with the exact gradient.
+    """Return the minimum of NLL and prior, and its position, by L-BFGS-B with exact gradients.
 
     Args:
         held_out: the data.
@@ -559,7 +561,7 @@ def _least(
         FloatingPointError: a loss that is not finite at the start.
     """
     with extra("statistics"):
-        from scipy.optimize import minimize  # here, since it takes long to import
+        from scipy.optimize import minimize  # imported here, because it takes long
 
     likelihood, own, M = held_out.likelihood, _own(held_out), len(held_out.f)
     own_noise, of_sharpness = label_noise_of(likelihood, None), LOG_SHARPNESS
@@ -596,7 +598,8 @@ def _least(
         raise FloatingPointError(
             "The held-out NLL is not finite. Check the network's outputs and the held-out targets."
         )
-    # scipy's own tolerances stop where two starts, or two roundings, still differ by per cents.
+    # scipy's own tolerances stop while results of two starts, or of two roundings, still differ by
+    # per cents.
     tolerances = {"ftol": 1e-13, "gtol": 1e-9}
     minimum: Any = minimize(
         function, start, jac=True, method="L-BFGS-B", bounds=bounds, options=tolerances
@@ -605,7 +608,7 @@ def _least(
 
 
 def objective_of_map(held_out: HeldOut) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
-    """NLL and prior of (log τ, coordinate of ε) at s = 0 for softmax outputs, with its gradient."""
+    """Return NLL and prior at (log τ, coordinate of ε), s = 0, for softmax, with gradient."""
     own_noise = label_noise_of(held_out.likelihood, None)
     log_least_right = math.log1p(-max(MUCH_NOISE, own_noise))
     f, y = held_out.f.double().cpu().numpy(), held_out.targets.long().cpu().numpy()

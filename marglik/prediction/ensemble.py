@@ -1,4 +1,4 @@
-"""An ensemble: networks that are trained separately and predict together.
+"""Ensemble: networks that are trained separately and predict together.
 
     p(y|x) = 1/K Σ_k p(y | f_k(x) / τ)
 
@@ -94,7 +94,7 @@ class Ensemble:
 
     @torch.no_grad()
     def _outputs(self, x: Any) -> Tensor:
-        """The members' outputs (K, N, ..., C), in eval mode."""
+        """Return the members' outputs (K, N, ..., C), in eval mode."""
         return torch.stack([eval_mode(m)(outputs_of)(m, x) for m in self.models])
 
     def calibrate(
@@ -148,7 +148,7 @@ class Ensemble:
             "seconds": self.seconds,
         }
         folder.mkdir(parents=True, exist_ok=True)
-        # First, since from here on it would have the sum of a file that is being replaced.
+        # Remove it first. From here on it would have the sum of a file that is being replaced.
         (folder / ENSEMBLE).unlink(missing_ok=True)
         sums = {MEMBERS: write_tensors(folder / MEMBERS, state)}
         return write_record(folder / ENSEMBLE, record, sums)

@@ -38,7 +38,7 @@ def share_interval(successes: int, trials: int) -> Interval:
         trials: n, the number of independent trials.
     """
     with extra("statistics"):
-        from scipy.stats import binomtest  # here, since importing it takes a second
+        from scipy.stats import binomtest  # imported here, because it takes a second
 
     ends = binomtest(successes, trials).proportion_ci(LEVEL, method="wilson")
     return float(ends.low), float(ends.high)
@@ -155,7 +155,7 @@ def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
     x, y = inside.double().numpy(), outside.double().numpy()
     n, m = len(x), len(y)
     ranks = rankdata([*x, *y])
-    # For each example the share of the other side that it is ranked correctly against.
+    # For each example the share of the other side against which its rank is correct.
     of_x = 1 - (ranks[:n] - rankdata(x)) / m  # (N,)
     of_y = (ranks[n:] - rankdata(y)) / n  # (M,)
     area = of_y.mean()

@@ -1,4 +1,4 @@
-"""From Gaussian outputs to predictions: class probabilities or means, with their uncertainty.
+"""Compute predictions from Gaussian outputs: class probabilities or means, with uncertainty.
 
 A prediction is a mixture over outputs (f + √s d)/τ. The deviations d from the network's outputs f
 are samples ("mc", "linearised") or the nodes of a quadrature (Bernoulli). "probit" replaces the
@@ -61,7 +61,7 @@ class Prediction:
         return entropy + torch.special.entr(1 - self.mean)  # each output's
 
     def tensors(self) -> list[Tensor]:
-        """The three tensors, in the order of the constructor."""
+        """Return the three tensors, in the order of the constructor."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def terms(self, counted: Tensor | None = None) -> "Prediction":
@@ -279,7 +279,7 @@ def negative_log_scores(
     # (S, N, K), or (S, N, C, 2)
     log_p = likelihood.log_probabilities(probit_outputs(outputs, variance))
     y, *_ = likelihood.observed(y, variance)
-    if likelihood.kind == "classes":  # before the mixture, so that it is one of N numbers
+    if likelihood.kind == "classes":  # before the mixture, to give one mixture of N scores
         classes = log_p.shape[-1]
         log_p = log_p.gather(-1, y.long()[..., None].expand(*log_p.shape[:-1], 1))
         if label_noise is not None:
@@ -292,7 +292,7 @@ def negative_log_scores(
 
 
 def _moments(likelihood: Likelihood, outputs: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-    """Of the mixture over outputs (S, N, C), each with this variance."""
+    """Return moments of the mixture over outputs (S, N, C), each with this variance."""
     mean, noise, spread = likelihood.moments(outputs, variance.expand_as(outputs), sigma)
     return mean.mean(0), noise.mean(0), spread.mean(0) + mean.var(0, correction=0)
 
@@ -315,9 +315,10 @@ def deviations(
         nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
         z, w = (torch.from_numpy(v).to(covariance)[:, None, None] for v in (nodes, weights))
         return variances_of(covariance).clamp(min=0).sqrt() * z, w / w.sum()
-    # Rounding, as of another batch size, must change the root little: eigenvectors alone turn. And
-    # it must not make singular covariances negative, such as those of log-probabilities. Hence what
-    # is added to the diagonal: in float32, 6e-6 of the largest variance for ten outputs.
+    # Rounding, for example with another batch size, must change the root little: eigenvectors alone
+    # may rotate. It must not make singular covariances negative either, such as covariances of
+    # log-probabilities. Hence the addition to the diagonal: in float32, 6e-6 of the largest
+    # variance for ten outputs.
     limits, C = torch.finfo(covariance.dtype), covariance.shape[-1]
     added = (16 * limits.eps * C**0.5 * variances_of(covariance).amax(1)).clamp(min=limits.tiny)
     root, failed = torch.linalg.cholesky_ex(covariance + added[:, None].expand(-1, C).diag_embed())

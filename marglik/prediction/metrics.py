@@ -154,7 +154,7 @@ def reliability_curve(
 
 
 def _bins(confidence: Tensor, correct: Tensor, num_bins: int = BINS) -> Bins:
-    """See `reliability_curve`; of confidences (N,) and whether each prediction is right, (N,).
+    """Return the bins of `reliability_curve` for confidences (N,) and hits (N,).
 
     Bins are open below and closed above, as in Guo et al. 2017 (arXiv:1706.04599, sec. 2), so that
     a confidence of exactly 1 counts in the last bin. torchmetrics puts it in a bin of its own (its
@@ -172,13 +172,13 @@ def _bins(confidence: Tensor, correct: Tensor, num_bins: int = BINS) -> Bins:
 
 
 def _calibration_error(bins: Any) -> float:
-    """Σ_m (n_m / N) |accuracy_m − confidence_m| over bins with examples (Guo et al., eq. 3)."""
+    """Return Σ_m (n_m / N) |accuracy_m − confidence_m| over nonempty bins (Guo et al., eq. 3)."""
     columns = zip(bins.counts, bins.confidence, bins.accuracy, strict=True)
     return sum(n * abs(a - c) for n, c, a in columns if n) / sum(bins.counts)
 
 
 def _inside_intervals(low: Tensor, high: Tensor, levels: Sequence[float]) -> Tensor:
-    """The share of each target's ranks low to high in the central interval of each level.
+    """Return the share of each target's ranks low to high in each level's central interval.
 
     Shape (levels, N, C). The interval of level q is (1 − q)/2 to (1 + q)/2, both ends included; of
     a target with low = high the share is 0 or 1.
@@ -190,7 +190,7 @@ def _inside_intervals(low: Tensor, high: Tensor, levels: Sequence[float]) -> Ten
 
 
 def _risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
-    """Error rate among the k most confident predictions, k = 1..N: (N,), whose mean is the AURC.
+    """Return the error rate of the k most confident predictions, (N,); its mean is the AURC.
 
     Examples with equal confidence all count with their mean error: the average over their orders.
     Source: Geifman, Uziel & El-Yaniv 2019 (arXiv:1805.08206).
@@ -255,13 +255,13 @@ def confidence_threshold(
     wrong, N = (~right[order]).cumsum(0), len(order)
 
     def smallest(mistakes: int) -> int:
-        """The fewest answers that can show the risk with so many mistakes among them."""
+        """Return the smallest number of answers that can show the risk, given the mistakes."""
         return mistakes + 1 + int(nbinom.ppf(level, mistakes + 1, risk))
 
     threshold, size, mistakes = math.inf, 0, min(3, N // (20 * smallest(0)))
     while size < N:
         least = ordered[min(smallest(mistakes), N) - 1]
-        size = int((ordered >= least).sum())  # answers that are as sure belong to the group
+        size = int((ordered >= least).sum())  # equally confident answers belong to the group
         if binom.cdf(int(wrong[size - 1]), size, risk) > 1 - level:
             break
         threshold = float(least)
@@ -301,7 +301,7 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[floa
     Raises:
         ValueError: a side has no examples, or scores are not finite.
     """
-    # Here, because importing scikit-learn takes a second that not everyone needs.
+    # Imported here, because scikit-learn takes a second that not everyone needs.
     with extra("statistics"):
         from sklearn import metrics
 
@@ -327,7 +327,7 @@ def roc_curve(inside: Tensor, outside: Tensor) -> Curve:
     All predictives have the same shares. See `out_of_distribution_metrics` for the arguments.
     """
     with extra("statistics"):
-        from sklearn import metrics  # here, since importing scikit-learn takes a second
+        from sklearn import metrics  # imported here, because scikit-learn takes a second
 
     is_ood = [0] * len(inside) + [1] * len(outside)
     fpr, tpr, _ = metrics.roc_curve(is_ood, torch.cat([inside, outside]).numpy())
@@ -343,12 +343,12 @@ def _plain(values: Tensor) -> list[float]:
 def _checked(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, targets and total variance on the CPU, in float64 (labels in int64)."""
+    """Return mean, targets and total variance on the CPU, in float64 (labels in int64)."""
     mean, y = prediction.mean.detach().cpu().double(), targets.detach().cpu()
     kind, is_classes = likelihood.kind, likelihood.kind == "classes"
     variance = prediction.total_uncertainty.detach().cpu().double()
     y = y.double() if kind == "continuous" else y
-    # Numbers may have a noise of their own, which their variances lack so far.
+    # Targets may have their own noise, which the variances lack so far.
     observed, with_noise, _ = likelihood.observed(
         y, variance.expand_as(mean) if kind == "continuous" else mean
     )

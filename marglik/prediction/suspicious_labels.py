@@ -152,7 +152,7 @@ def suspicious_labels(
 
 
 def _with_mean(odds: Float[Tensor, " M"], mean: float) -> Float[Tensor, " M"]:
-    """Probabilities whose log odds are these and one number, log κ, with the mean that is given."""
+    """Return probabilities with these log odds plus a constant log κ, and the given mean."""
     low, high = -60.0, 60.0  # bounds of log κ; it halves until float64 has no number between
     for _ in range(60):
         middle = (low + high) / 2
@@ -181,7 +181,7 @@ class TrainingProbabilities:
         self._ranks = ranks
         self.unknown: str = _why_unknown(loader, likelihood, ranks)
         """Reason why nothing is stored; empty otherwise."""
-        # (N, C + 1), Σ p over visits, then their number: of epochs that ended, on all ranks, ...
+        # (N, C + 1), Σ p over visits, then their number: from finished epochs, on all ranks, ...
         self._sums: Tensor | None = None
         # ... and the indices and outputs of this rank's steps in the present epoch.
         self._steps: list[tuple[Tensor, Tensor]] = []
@@ -209,8 +209,8 @@ class TrainingProbabilities:
         if isinstance(loader, Batches):
             batches = iter(loader)  # draws the order
             return zip(loader.order, batches, strict=True)
-        # A DataLoader yields batches in the order of its sampler, though workers read ahead. The
-        # copy shares all but the sampler with it, and so draws the same random numbers.
+        # A DataLoader yields batches in the order of its sampler, although workers read ahead. The
+        # copy shares everything except the sampler with it, and so draws the same random numbers.
         noting, keys_of_batches = copy(loader), deque()
 
         def noted() -> Iterator[Any]:
@@ -222,7 +222,7 @@ class TrainingProbabilities:
         return ((self._indices(keys_of_batches.popleft()), batch) for batch in noting)
 
     def _indices(self, keys: Any) -> Tensor | None:
-        """A sampler's batch as indices (B,); None, and nothing is kept, if it has other keys."""
+        """Return a sampler's batch as indices (B,); None, without storing it, for other keys."""
         size = len(self._loader.dataset)
         if all(isinstance(key, Integral) and 0 <= int(key) < size for key in keys):
             return torch.tensor([int(key) for key in keys])
@@ -245,7 +245,7 @@ class TrainingProbabilities:
                 "much memory"
             )
         else:
-            # Added up once: steps shall be quick. Copies, as outputs may be views of more.
+            # Sum once per epoch, because steps must be fast. Copies, because outputs may be views.
             self._steps.append((indices, f.detach().clone()))
 
     def end_epoch(self) -> None:
@@ -273,7 +273,7 @@ class TrainingProbabilities:
 
 
 def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
-    """Why the examples of batches, or suspicious labels, are not known; empty if they are."""
+    """Return why a batch's examples, or suspicious labels, are unknown; empty if known."""
     if likelihood.name not in ("classification", "noisy_classification"):
         return f"the likelihood is {likelihood}, but only classification is supported"
     if isinstance(loader, Batches):

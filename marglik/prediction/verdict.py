@@ -66,8 +66,8 @@ def verdict(
         p, y = predict_all(alone, batches, targets=targets)
         metrics.append(compute_metrics(p, y, likelihood))
         scores.append(example_scores(p, y, likelihood))
-    # Positions of one example are not independent: they are averaged first. Where not all count,
-    # the rows do not say which example they belong to.
+    # Positions of one example are not independent, so average them first. If not all count, the
+    # rows do not show to which example they belong.
     ys = [split_batch(batch, targets)[1] for batch in batches]
     own_axes = not likelihood.has_labels
     rows = sum(y.shape[: y.dim() - own_axes].numel() for y in ys)
@@ -126,7 +126,7 @@ def in_words(
     if not changes:
         first = f"{subject}: no significant difference from the plain network."
     else:
-        # A gain and a loss are contrasted, two of a kind are joined.
+        # Contrast a gain with a loss, and join two of a kind.
         contrast = len({is_gain for _, is_gain in changes}) > 1
         joined = (" but a " if contrast else " and a ").join(name for name, _ in changes)
         first = f"{subject}, the network has a {joined} than the plain network."

@@ -164,7 +164,7 @@ class TwoPartData(DataSource):
         return self._part(test, "max_test", classes)[0], self.name
 
     def _part(self, images: Pair, option: str, classes: tuple[str, ...]) -> tuple[Pair, Tensor]:
-        """As many images as the option says, with the class shares of all; and which they are."""
+        """Return as many images as the option says, with the class shares of all, and indices."""
         size, labels = getattr(self, option), images[1]
         if size in (None, len(labels)):
             return images, torch.arange(len(labels))
@@ -201,7 +201,7 @@ class TorchvisionData(TwoPartData):
 
     @abstractmethod
     def _torchvisions(self, datasets: Any, part: str) -> Part:
-        """The part as torchvision reads it; its errors are passed on."""
+        """Return the part as torchvision reads it, with torchvision's own errors."""
 
 
 # The usual numbers, as in Daxberger et al. 2021 and the K-FAC paper.

@@ -116,7 +116,7 @@ def data_to_evaluate(source: DataSource, record: dict[str, Any] | None) -> Split
 
 
 def is_own_test(splits: Splits, record: dict[str, Any]) -> bool:
-    """Whether the test examples are those of the recorded data."""
+    """Return whether the test examples are those of the recorded data."""
     return record["test_sha256"] == sha256_of_tensors(tensors_in(splits.test))
 
 
@@ -136,7 +136,7 @@ def num_seen(splits: Splits, record: dict[str, Any] | None) -> int | None:
 
 
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
-    """Whether there is a validation set on which the network was certainly not trained.
+    """Return whether there is a validation set on which the network was certainly not trained.
 
     This is the case if the training set is the recorded one, because the validation set is disjoint
     from it.
@@ -147,7 +147,7 @@ def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
 
 
 def _sums_of(part: Pair | None) -> list[bytes]:
-    """The first bytes of the SHA-256 sum of each example's inputs."""
+    """Return the first bytes of the SHA-256 sum of each example's inputs."""
     if part is None:
         return []
     each = (tensors_in(take(part, torch.tensor([i])))[:-1] for i in range(len(part[1])))
@@ -155,7 +155,7 @@ def _sums_of(part: Pair | None) -> list[bytes]:
 
 
 def _form(splits: Splits) -> str:
-    """What a network depends on: (C, H, W) of images, features of graphs, columns of a table."""
+    """Return a network's input form: (C, H, W) of images, features of graphs, table columns."""
     if splits.are_images:
         return f"images of shape {splits.image_shape}"
     if splits.table is not None:

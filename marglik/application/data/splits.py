@@ -124,7 +124,7 @@ class Splits:
 
     @property
     def indices_in_source(self) -> Tensor:
-        """Return ``train_indices`` (N,), also if these are all."""
+        """``train_indices`` (N,), also if these are all."""
         every = torch.arange(len(self.train[1]))
         return every if self.train_indices is None else self.train_indices
 

@@ -113,7 +113,7 @@ class TableFile(DataSource):
             )
 
     def _filled(self, splits: Splits) -> Splits:
-        """The data with the training part's medians in the place of missing numbers."""
+        """Return the data with the training part's medians instead of missing numbers."""
         if (table := splits.table) is None or self._encoding is not None:
             return splits
         # Numbers come first, and what says where columns lack values last.
@@ -130,7 +130,7 @@ class TableFile(DataSource):
         return replace(splits, table=replace(table, numbers=medians))
 
     def _scaled(self, splits: Splits) -> Splits:
-        """The data with targets that are numbers in float32, standardised if asked for."""
+        """Return the data with numeric targets in float32, standardised on request."""
         y = splits.train[1]  # (N, 1)
         if splits.classes is not None:
             return splits
@@ -149,7 +149,7 @@ class TableFile(DataSource):
         return splits.with_target_scale((mean, std))
 
     def _whole(self) -> Splits:
-        """All rows, as training and as test data."""
+        """Return all rows, as training and as test data."""
         with extra("tables"):
             import pandas
 
@@ -193,7 +193,7 @@ class TableFile(DataSource):
         return Splits((x, targets), None, (x, targets), self.name, classes, table=encoding)
 
     def _fitted(self, inputs: Any, y: Any, problems: list[str]) -> TableEncoding:
-        """The encoding of this file; its medians are of all rows, until these are divided.
+        """Return the encoding of this file, with medians of all rows until they are divided.
 
         Args:
             inputs: the data frame without the target.
@@ -260,7 +260,7 @@ class TableFile(DataSource):
 
 
 def _problem_of_numbers(values: np.ndarray) -> str:
-    """Why a column of numbers cannot be an input; empty if it can."""
+    """Return why a column of numbers cannot be an input; empty if it can."""
     if infinite := int(np.isinf(values).sum()):
         return f"has {infinite} infinite value(s). Correct them, or remove these rows."
     try:
@@ -271,7 +271,7 @@ def _problem_of_numbers(values: np.ndarray) -> str:
 
 
 def _decimal_commas(texts: list[str]) -> str:
-    """Why texts that are numbers cannot be categories; empty if they are none."""
+    """Return why texts that look like numbers cannot be categories; empty if they do not."""
     numbers = [text for text in texts if DECIMAL_COMMA.fullmatch(text.strip())]
     if 2 * len(numbers) <= len(texts):
         return ""

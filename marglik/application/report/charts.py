@@ -86,7 +86,7 @@ def _chart(
     wide: bool = False,
     **layout: Any,
 ) -> Chart:
-    """A chart and its table, which has a row for each trace that can be hovered over.
+    """Return a chart and its table, with a row for each trace that has hover text.
 
     Args:
         title: of the chart.
@@ -131,7 +131,7 @@ def _curve(
     size: Any = 6,
     **more: Any,
 ) -> Trace:
-    """A curve in the colour of its style; symbols distinguish curves when colours repeat."""
+    """Return a curve in its style's colour; symbols distinguish curves if colours repeat."""
     color, symbol = color or SERIES[style % len(SERIES)], SYMBOLS[style % len(SYMBOLS)]
     return {
         "type": "scatter",
@@ -146,7 +146,7 @@ def _curve(
 
 
 def _diagonal(name: str) -> Trace:
-    """A dashed reference, without hover text."""
+    """Return a dashed reference, without hover text."""
     points = _curve(name, [0, 1], [0, 1], 0, color=MUTED, dash="dash", mode="lines")
     return points | {"hoverinfo": "skip"}
 
@@ -155,7 +155,7 @@ def _diagonal(name: str) -> Trace:
 
 
 def gain_charts(run: Run) -> list[Chart]:
-    """The metrics of the verdict for the plain and the learned network, a chart for each.
+    """Return the verdict's metrics for the plain and the learned network, a chart for each.
 
     Both are temperature-scaled if there was held-out data. Whiskers are 95 % intervals over the
     choice of test examples; the verdict's intervals are of the paired differences, and narrower.
@@ -219,7 +219,7 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
 
 
 def loss_chart(runs: Sequence[Run]) -> Chart:
-    """Training loss per example over epochs; of a single run also the objective."""
+    """Return the training loss per example over epochs; for one run also the objective."""
     curves = []
     for run in runs:
         epochs = [record.epoch for record in run.epochs]
@@ -236,7 +236,7 @@ def loss_chart(runs: Sequence[Run]) -> Chart:
 
 
 def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Weight decay of each group over epochs, a chart per run, on the same logarithmic axis.
+    """Return weight decays of groups over epochs, a chart per run, on one logarithmic axis.
 
     Coloured by depth, from the input (dark) to the output; a double click on a name of the legend
     shows that group alone.
@@ -278,7 +278,7 @@ def _weight_decays(run: Run) -> list[Trace]:
 
 
 def ranges_chart(run: Run, ranges: Mapping[str, Range]) -> Chart:
-    """Each range of a learned augmentation over epochs, as a share of its largest value."""
+    """Return each learned augmentation range over epochs, as a share of its largest value."""
     updates = [(update.epoch, update.ranges) for update in run.updates if update.ranges]
     epochs, curves = [0, *(epoch for epoch, _ in updates)], []
     for style, (name, one) in enumerate(ranges.items()):
@@ -301,7 +301,7 @@ def _over_epochs(title: str, y: str, curves: Sequence[Trace], **more: Any) -> Ch
 
 
 def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
-    """Accuracy over confidence, or coverage over level, with the diagonal of perfect calibration.
+    """Return accuracy over confidence, or coverage over level, with the ideal diagonal.
 
     Whiskers are intervals. Points of bins grow with the share of predictions in them.
 
@@ -350,14 +350,14 @@ def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
 
 
 def risk_coverage_chart(title: str, series: Sequence[Predictive]) -> Chart:
-    """The error rate among the most confident predictions, over their share."""
+    """Return the error rate among the most confident predictions, over their share."""
     curves = [(one, one.record.risk_coverage) for one in series]
     hover = "coverage %{x:.1%}<br>error rate %{y:.2%}"
     return _share_chart(title, curves, ("coverage", "error rate"), hover, [])
 
 
 def roc_chart(title: str, series: Sequence[Predictive]) -> Chart:
-    """The share of out-of-distribution examples that are flagged, over that of our own."""
+    """Return the share of flagged out-of-distribution examples, over the test set's share."""
     curves = [(one, one.record.roc) for one in series]
     hover = "%{y:.1%} of out-of-distribution data,<br>%{x:.1%} of test data"
     axes = ("flagged test examples", "flagged out-of-distribution examples")

@@ -85,7 +85,7 @@ class Run:
         return names or self.folder.resolve().name
 
     def titled(self, title: str) -> str:
-        """A title that names the run, too, if the page has several."""
+        """Return a title, which names the run if the page has several."""
         return f"{self.label}: {title}" if self.label else title
 
 
@@ -113,7 +113,7 @@ class Predictive:
 
 
 def predictives(runs: Sequence[Run]) -> list[Predictive]:
-    """The predictives in evaluation.json."""
+    """Return the predictives in evaluation.json."""
     records = [
         (run, name, record)
         for run in runs
@@ -128,7 +128,7 @@ def predictives(runs: Sequence[Run]) -> list[Predictive]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs of a page, each with a label that distinguishes it from the others.
+    """Return the runs of a page, each with a label that distinguishes it from the others.
 
     Raises:
         ValueError: no folder, a folder twice, one that is not of a run, or a damaged file in it.
@@ -190,7 +190,7 @@ def _records(
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the options that differ between runs, in order of their first appearance.
+    """Return names of options that differ between runs, in order of their first appearance.
 
     An option that a run lacks counts as null: options that are not set are null.
     """

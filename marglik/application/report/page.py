@@ -55,7 +55,7 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
 
 
 def _render(runs: Sequence[Run]) -> str:
-    """The page's HTML; all text of runs is escaped (autoescape, and `Chart.json`)."""
+    """Return the page's HTML; all text of runs is escaped (autoescape, and `Chart.json`)."""
     environment = Environment(
         loader=PackageLoader("marglik.application.report", "."),
         autoescape=True,
@@ -84,7 +84,7 @@ def _render(runs: Sequence[Run]) -> str:
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """(name, value for each run) of the facts in the page's head, without those that no run has."""
+    """Return (name, value for each run) of the facts in the page's head that any run has."""
     columns = [_facts_of(run) for run in runs]
     rows = {name: [column[name] for column in columns] for name in columns[0]}
     return [(name, values) for name, values in rows.items() if set(values) != {NOTHING}]

@@ -60,7 +60,7 @@ Blocks = list[str | Gallery | Confusion | Table | list[charts.Chart]]
 
 
 def _summary(runs: Sequence[Run]) -> Blocks:
-    """Metrics, differences on the same examples, and what must be known to read them."""
+    """Return metrics, differences on the same examples, and notes for reading them."""
     blocks: Blocks = [
         run.titled(run.evaluation.seen_in_words)
         for run in runs
@@ -118,7 +118,7 @@ def _curves(runs: Sequence[Run]) -> Blocks:
 
 
 def _weight_decay(runs: Sequence[Run]) -> Blocks:
-    """Over epochs, and for each tensor at the end, beside its effective parameters."""
+    """Return weight decays over epochs, and per tensor at the end with effective parameters."""
     updated = [run for run in runs if run.updates]
     final = [(run, run.results.weight_decay) for run in runs if run.results]
     rows = []
@@ -173,7 +173,7 @@ def _reliability(runs: Sequence[Run]) -> Blocks:
 
 
 def _held_out(runs: Sequence[Run]) -> list[Table]:
-    """A table of the held-out NLLs by which the runs' predictives were calibrated."""
+    """Return a table of the held-out NLLs of the runs' calibrations."""
     rows = []
     for run in runs:
         if run.results is None or (fit := run.results.calibration) is None:
@@ -188,7 +188,7 @@ def _held_out(runs: Sequence[Run]) -> list[Table]:
 
 
 def _errors(runs: Sequence[Run]) -> Blocks:
-    """Error rate by coverage; and what is taken for what."""
+    """Return the error rate by coverage, and the confusions of classes."""
     risks, matrices = defaultdict(list), []
     for one in predictives(runs):
         if one.record.risk_coverage:
@@ -291,7 +291,7 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
 
 
 def _options(runs: Sequence[Run]) -> Blocks:
-    """All options; of several runs, those that differ come first and are highlighted."""
+    """Return all options; for several runs, different ones come first and are highlighted."""
     names = list(dict.fromkeys(name for run in runs for name in run.options))
     different = differing([run.options for run in runs])
     rows = []
@@ -304,7 +304,7 @@ def _options(runs: Sequence[Run]) -> Blocks:
 
 
 def _versions(runs: Sequence[Run]) -> Blocks:
-    """Versions and devices of training (or fit) and evaluation."""
+    """Return versions and devices of training (or fit) and evaluation."""
     columns = {}
     for run in runs:
         for name, record in (("results", run.results), ("evaluation", run.evaluation)):

@@ -46,7 +46,7 @@ class Table:
 
 
 def number(value: float | None, decimals: int | None = None) -> str:
-    """A number as text, with four significant digits or ``decimals``; integers in full."""
+    """Return a number as text, with four significant digits or ``decimals``; integers in full."""
     if value is None:
         return NOTHING
     if not math.isfinite(value):
@@ -61,17 +61,17 @@ def number(value: float | None, decimals: int | None = None) -> str:
 
 
 def percentage(share: float | None, decimals: int = 2) -> str:
-    """A share in 0..1 as a percentage."""
+    """Return a share in 0..1 as a percentage."""
     return number(None) if share is None else f"{number(100 * share, decimals)} %"
 
 
 def interval(ends: Sequence[float] | None, decimals: int | None, scale: float = 1) -> str:
-    """An interval times ``scale`` as text; empty for None."""
+    """Return an interval times ``scale`` as text; empty for None."""
     return "" if ends is None else "\N{EN DASH}".join(number(scale * e, decimals) for e in ends)
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as text, in milliseconds, seconds, minutes or hours."""
+    """Return seconds as text, in milliseconds, seconds, minutes or hours."""
     if seconds is None:
         return NOTHING
     if seconds < 120:
@@ -82,14 +82,14 @@ def duration(seconds: float | None) -> str:
 
 
 def metric_text(metric: Metric, value: float | None) -> str:
-    """A metric's value as text, without its unit."""
+    """Return a metric's value as text, without its unit."""
     if metric.unit == "%" and value is not None:
         return number(100 * value, 2)
     return number(value, metric.decimals if value is not None and abs(value) < 1e4 else None)
 
 
 def _detail(metric: Metric) -> str:
-    """Unit and direction in words."""
+    """Return unit and direction in words."""
     if isinstance(metric.better, float):
         return f"{metric.unit}, best at {percentage(metric.better, 0)}"
     direction = f"{metric.better} is better" if metric.better else ""
@@ -97,7 +97,7 @@ def _detail(metric: Metric) -> str:
 
 
 def _loss(metric: Metric, value: float) -> float:
-    """A number that is smallest for the best value."""
+    """Return a number that is smallest for the best value."""
     if isinstance(metric.better, float):
         return abs(value - metric.better)
     return -value if metric.better == "higher" else value
@@ -111,7 +111,7 @@ DIFFERENCES = ("nll", "accuracy", "brier")
 
 
 def evaluated_and_rivals(runs: Sequence[Run]) -> list[Predictive]:
-    """The predictives in evaluation.json, and those in results.json that it does not have.
+    """Return the predictives in evaluation.json, and further ones in results.json.
 
     `marglik train` evaluates the learned network and perhaps a plain one ("plain, ..."), `marglik
     evaluate` the learned one alone.
@@ -129,7 +129,7 @@ def evaluated_and_rivals(runs: Sequence[Run]) -> list[Predictive]:
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
-    """Metrics in rows, predictives of all runs in columns; the best for each data set is marked."""
+    """Return metrics in rows, predictives of all runs in columns; marks the best per data set."""
     columns = evaluated_and_rivals(runs)
     names = {name for one in columns for name, _ in one.record.metrics.items()}
     rows: list[Row] = []
@@ -168,7 +168,7 @@ def _row(name: str, columns: Sequence[Predictive]) -> Row:
 
 
 def differences_table(title: str, by_predictive: Mapping[str, Metrics[Difference]]) -> list[Table]:
-    """A table of differences (value, lower end, upper end) by predictive; none if none is known."""
+    """Return a table of differences (value, lower end, upper end) by predictive, if known."""
     rows_of = {name: dict(one.items()) for name, one in by_predictive.items()}
     names = [name for name in DIFFERENCES if any(name in one for one in rows_of.values())]
     rows = []
