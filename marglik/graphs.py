@@ -9,7 +9,7 @@ from torch import Tensor
 __all__ = ["Graphs", "sum_by"]
 
 
-@dataclass(eq=False)  # not frozen, since Lightning sets fields to convert inputs to a precision
+@dataclass(eq=False)  # not frozen: Lightning sets fields to convert inputs
 class Graphs:
     """G directed graphs with V nodes and E edges in total, concatenated.
 

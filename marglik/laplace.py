@@ -157,7 +157,7 @@ def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
             f"The model has no parameters {sorted(wrong)}. Pass names of its modules or "
             "parameters, as in model.named_parameters()."
         )
-    # A copy, since the user's are to stay as they are.
+    # A copy, because the user's objects must not change.
     parameters = {
         id(p): nn.Parameter(p.detach(), p.requires_grad and id(p) in learned)
         for p in model.parameters()
@@ -291,7 +291,7 @@ class ParametricLaplace(Posterior):
         if self._whole is not None:
             batches = iter(train_loader)
             first = next(batches, None)
-            if batches is train_loader:  # read only once, so that the first batch must go back
+            if batches is train_loader:  # read only once, so put the first batch back
                 train_loader = [] if first is None else chain([first], batches)
             if first is not None:
                 x, _ = split_batch(first, self.options)
@@ -315,7 +315,7 @@ class ParametricLaplace(Posterior):
             "is_reward": self.is_reward,
         }
 
-    # What laplace-torch calls the parts of the posterior.
+    # laplace-torch's names of the posterior's parts.
 
     @property
     def H(self) -> Tensor | Precision | None:  # noqa: N802

@@ -61,7 +61,7 @@ def maximize_evidence(
         FloatingPointError: the optimiser did not converge.
     """
     with extra("statistics"):
-        from scipy.optimize import minimize  # here, since it takes long to import
+        from scipy.optimize import minimize  # imported here: it takes long
 
     if laplace.fitted_curvature().is_corrected:
         # The diagonal in a basis that is not the block's eigenbasis: Σ log ≥ log det (Hadamard).
@@ -135,7 +135,7 @@ def minimize_validation_loss(
         FloatingPointError: the loss is finite nowhere on the grid.
     """
     with extra("statistics"):
-        from scipy.optimize import minimize_scalar  # here, since it takes long to import
+        from scipy.optimize import minimize_scalar  # imported here: it takes long
 
     if not callable(loss) and (isinstance(loss, Iterator) or not isinstance(loss, Iterable)):
         raise TypeError(

@@ -107,7 +107,7 @@ def save_posterior(
     json.dumps(record)  # raises a TypeError now, before anything is overwritten
     state = {_plain(n): value for n, value in tensors_of(laplace.model, without=base).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    # First, since from here on it would vouch for files that are being replaced.
+    # Remove it first. From here on it would have the sums of files that are being replaced.
     (folder / POSTERIOR).unlink(missing_ok=True)
     sums = {FACTORS: _renamed(factors, _plain).save(folder / FACTORS)}
     sums[MODEL] = write_tensors(folder / MODEL, state)
@@ -149,7 +149,7 @@ def load_posterior(
     check_module(model)
     model.to(device)
     device = next(model.parameters()).device
-    # The names in this network, of which torch.compile may have wrapped another part.
+    # The names in this network, in which torch.compile may have wrapped another part.
     own = {_plain(name): name for name in model.state_dict()}
     saved_delta: dict[str, float] = record["prior_precision"]
     delta = {own.get(name, name): value for name, value in saved_delta.items()}

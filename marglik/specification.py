@@ -85,7 +85,7 @@ def build_from_spec(
         instance = made(spec)
         if not isinstance(instance, kind):
             raise TypeError("the object is not of the required class")
-    except Exception as error:  # a class raises whatever its arguments lead to
+    except Exception as error:  # a class may raise any error for its arguments
         whose = "its" if named is None else "its saved"  # as the user gave them, or a file has them
         reason = str(error).rstrip(".")
         raise ValueError(f"{path} could not be built from {whose} arguments: {reason}.") from error
@@ -102,7 +102,7 @@ def _is_known(path: str) -> bool:
     with extra("images"):
         from torchvision import models
 
-    # Not those of its other functions that return networks: detectors fetch a backbone unasked.
+    # Not its other functions that return networks: detectors download a backbone unasked.
     return isinstance(getattr(models, name, None), type) or name in models.list_models(models)
 
 

@@ -1,4 +1,1 @@
-"""A fitted posterior with the interface of another library, in a module that says what to install.
-
-`marglik.Laplace` and `marglik.KronLaplace` have the calls of laplace-torch.
-"""
+"""Adapters to other libraries. A missing library raises an error that says what to install."""

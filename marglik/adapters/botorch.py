@@ -106,8 +106,8 @@ class LaplaceModel(Model):
         elif observation_noise:
             variance = self.laplace.sigma_noise.to(mean).square()
             covariance = covariance + variance * torch.eye(covariance.shape[-1]).to(mean)
-        # Points that are almost the same make the covariance singular up to rounding. GPyTorch then
-        # adds as little jitter as it needs to the root of an operator, but not to that of a tensor.
+        # Almost equal points make the covariance singular up to rounding. GPyTorch adds jitter as
+        # needed to the root of an operator, but not to a tensor's.
         operator = to_linear_operator(covariance)
         if len(outputs) == 1:
             normal = MultivariateNormal(mean[..., 0], operator)

@@ -92,14 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 for success, 2 for bad input, and 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    for stream in ("stdout", "stderr"):  # closed, as by 2>&-: nobody reads what is printed
+    for stream in ("stdout", "stderr"):  # closed, for example by 2>&-
         if getattr(sys, stream) is None:
             setattr(sys, stream, open(os.devnull, "w"))
-    # Before parsing, since only this command's options are added to the parser: those of the others
-    # would take seconds to import.
+    # Before parsing: only this command's options are added to the parser, because importing those
+    # of the others takes seconds.
     command = next((a for a in arguments if a in COMMANDS), None)
-    # Last in the search path, so that no file here can shadow an installed module: classes of
-    # models and data may be in the working directory, as they may with ``python -m``.
+    # Last in the search path, so that no file here can shadow an installed module. Classes of
+    # models and data may be in the working directory, as with ``python -m``.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     if not arguments:
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _run(command, arguments)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:  # who reads what is printed has gone, as `head` does: all is written
+    except BrokenPipeError:  # the reader has ended, for example `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -156,7 +156,7 @@ def _run(command: str | None, arguments: list[str]) -> None:
             ) from None
     if command is None:  # parse_args leaves only for --help and --version
         raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
-    # tqdm hides its bars where stderr is a file or a pipe, so lines take their place.
+    # tqdm hides its bars if stderr is a file or a pipe, so lines replace them.
     progress = options[command].get("progress", False)
     lines = progress and not sys.stderr.isatty() and not _is_another_rank()
     with progress_lines() if lines else nullcontext():
@@ -219,7 +219,7 @@ def _parsers(
             usage=f"marglik {name} {ARGUMENTS.get(name, '[OPTIONS]')}",
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"All options, in full: marglik {name} --help all" if brief else None,
-            allow_abbrev=False,  # which commands inherit only since jsonargparse 4.53
+            allow_abbrev=False,  # inherited by commands since jsonargparse 4.53
         )
         own[name].exit_on_error = False
         if name == command:
@@ -228,7 +228,7 @@ def _parsers(
     return parser, own
 
 
-# The commands: their options, and what they do
+# The commands, with their options
 
 
 def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
@@ -417,7 +417,7 @@ class HelpFormatter(DefaultHelpFormatter):
     """
 
     def _get_help_string(self, action: Any) -> str:
-        # Compared as text, since importing torch takes seconds.
+        # Compare as text, because importing torch takes seconds.
         if "torch.nn.modules.module.Module" in str(getattr(action, "_typehint", "")):
             action.extra_help = str  # a function that returns an empty text
         return super()._get_help_string(action)
@@ -443,7 +443,7 @@ def _provenance(parser: ArgumentParser, options: Any) -> Provenance:
 
 
 def _fill_in_sizes(options: Any) -> None:
-    """Set the network's sizes from the data where the options leave them at None."""
+    """Set the network's sizes from the data if the options leave them at None."""
     from marglik.application.runs.build import sizes_of
     from marglik.data import DataSource
     from marglik.specification import build_from_spec

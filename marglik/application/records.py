@@ -290,7 +290,7 @@ class UpdateRecord:
     ranges: dict[str, float] | None = None
     """Of a learned augmentation."""
     held_out_rise: float | None = None
-    """z, by how many standard errors the held-out loss lay above its best so far, where held-out
+    """z, the standard errors by which the held-out loss exceeded its best so far, if held-out
     labels correct the weight decays; see `DecayPolicy`."""
     log_factor: float | None = None
     """c of the factor e^c that the weight decays of groups with weights contain."""

@@ -78,7 +78,7 @@ class LearnedAugmentation(nn.Module):
                 )
             start[self.names.index(name)] = value
         self.register_buffer("ranges", start)
-        self._weights()  # raises where the number of copies does not fit
+        self._weights()  # raises if the number of copies does not fit
 
     def forward(self, x: Float[Tensor, "N ..."]) -> Tensor:
         """Return the mean output (N, ..., C) over the copies."""

@@ -73,7 +73,7 @@ class StepInputs:
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
-        """A context with the modes of training, which leaves modes, buffers and gradients alone."""
+        """Context with the modes of training, which restores modes, buffers and gradients."""
         modes = {m: m.training for m in self._modes}
         buffers = [(b, b.clone()) for m in self._outside for b in m.buffers(recurse=False)]
         gradients = [(p, p.grad) for m in self._modes for p in m.parameters(recurse=False)]
@@ -131,7 +131,7 @@ class StepInputs:
 
 
 class _Called(BaseException):
-    """Ends a training step where it calls the network; no ``except Exception`` stops it."""
+    """Signal that ends a training step at its call of the network, past ``except Exception``."""
 
 
 def _arguments_of(network: nn.Module, step: Callable[[], object]) -> Any:
@@ -142,7 +142,7 @@ def _arguments_of(network: nn.Module, step: Callable[[], object]) -> Any:
         calls.append((args, kwargs))
         raise _Called
 
-    # Before other hooks, such as those that gather a sharded network's parameters.
+    # Register it before other hooks, such as hooks that gather a sharded network's parameters.
     handle = network.register_forward_pre_hook(end, prepend=True, with_kwargs=True)
     try:
         step()

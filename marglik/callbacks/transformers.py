@@ -175,7 +175,7 @@ class MarginalLikelihood(TrainerCallback):
         check_sharding(model)
         if (size := Ranks().size) > 1:
             _check_shard(loader, size)
-        # The trainer begins again where a batch did not fit in memory.
+        # The trainer begins again if a batch did not fit in memory.
         had_no_step = not (hasattr(self.learner, "state") and self.learner.state.steps[-1])
         self.learner.detach()
         if state.global_step:
@@ -325,6 +325,6 @@ def _load_average(model: nn.Module, average: Mapping[str, Tensor]) -> None:
 
 
 def _fingerprint(model: nn.Module) -> str:
-    reshard(model)  # what an evaluation has left gathered
+    reshard(model)  # an evaluation may have left parameters gathered
     parameters = [p.detach() for p in model.parameters() if p.requires_grad]
     return sha256_of_tensors(gathered_state(parameters))

@@ -101,8 +101,8 @@ class Batches:
         return len(self._slices)
 
     def __iter__(self) -> Iterator[Pair]:
-        # Drawn here, since the body of a generator function would run only at the first batch. For
-        # all examples, also where a rank yields a part: so all ranks draw the same numbers.
+        # Draw here, because the body of a generator function runs only at the first batch. Draw for
+        # all examples, also if a rank yields a part, so that all ranks draw the same numbers.
         n, device = len(self._y), self._y.device
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         order = order.to(device)

@@ -42,7 +42,7 @@ class FixupBlock(nn.Module):
         )
         # L^(-1/(2m-2)) with m = 2 layers in a branch: updates of the L branches add up to O(1).
         nn.init.normal_(self.conv1.weight, std=_he_std(self.conv1) * num_blocks**-0.5)
-        # Zero, so that each block is its shortcut at first and gradients neither grow nor vanish.
+        # Zero, so that each block is its shortcut at first and gradients keep their size.
         nn.init.zeros_(self.conv2.weight)
         if self.shortcut is not None:
             nn.init.normal_(self.shortcut.weight, std=_he_std(self.shortcut))
@@ -108,7 +108,7 @@ class WideResNetFixup(nn.Module):
         self.stage3 = _stage(widths[2], widths[3], n, stride=2)
         self.bias_out = Bias()
         self.fc = nn.Linear(widths[3], num_classes)
-        # Logits of zero: the first loss is log C, whatever the depth.
+        # Logits of zero: the first loss is log C for any depth.
         nn.init.zeros_(self.fc.weight)
         nn.init.zeros_(self.fc.bias)
 

@@ -101,7 +101,7 @@ class Bins:
     """Edges of the bins, one more than bins."""
     counts: list[int]
     confidence: list[float | None]
-    """The mean of each bin; None where it is empty."""
+    """Mean confidence of each bin; None for an empty bin."""
     accuracy: list[float | None]
 
 

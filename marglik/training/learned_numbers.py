@@ -69,7 +69,7 @@ def check_learned_numbers(problem: Problem, state: LearnerState, batch: Any) -> 
     if not problem.learns_label_noise and not problem.corrects_decays:
         return
     with extra("statistics"):
-        import scipy.optimize  # noqa: F401  # here, since it takes long to import
+        import scipy.optimize  # noqa: F401  # imported here: it takes long
     num_early = problem.options.schedule.num_early
     if problem.held_out is not None:
         check_read_twice(problem.held_out)

@@ -72,7 +72,7 @@ class Digits(DataSource):
     def load_undivided(self) -> Splits:
         """Return all digits as test data."""
         with extra("statistics"):
-            from sklearn.datasets import load_digits  # here, since importing takes a second
+            from sklearn.datasets import load_digits  # imported here: it takes a second
 
         pixels, labels = map(torch.from_numpy, load_digits(return_X_y=True))
         whole = (pixels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8), labels.long()
@@ -146,10 +146,10 @@ class TwoPartData(DataSource):
                 "need the same classes. To use the test images as out-of-distribution data, pass "
                 "them as --ood."
             )
-        # Greyscale images beside coloured ones are coloured, too.
+        # If some images are coloured, greyscale ones become coloured, too.
         channels = max(pixels.shape[1] for pixels, _ in (train, test))  # 1 and 3, or equal
         train, test = ((x.expand(-1, channels, -1, -1), y) for x, y in (train, test))
-        # Validation images come from the subset: they are not those that were left out.
+        # Validation images come from the subset, not from the images left out.
         train, indices = self._part(train, "max_train", classes)
         test, _ = self._part(test, "max_test", classes)
         splits = Splits(train, None, test, self.name, classes, train_indices=indices)
@@ -285,7 +285,7 @@ class ImageFolder(TwoPartData):
                 "test/CLASS/IMAGE, and pass the folder that contains train/ and test/. If it is "
                 "an archive, unpack it first."
             )
-        # Files whose names begin with a dot are those of systems and editors.
+        # Files with a leading dot belong to systems and editors.
         listed = datasets.ImageFolder(
             folder,
             is_valid_file=lambda path: (

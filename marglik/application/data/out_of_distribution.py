@@ -69,7 +69,7 @@ def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistrib
     """
     if not like.are_images:
         raise ValueError(f"{like.name} contains no images, and ood is for images. Omit ood.")
-    # Resized, noise would be smooth, and easy to tell from noise.
+    # Resized noise would be smooth, and easy to distinguish from noise.
     if isinstance(source, Noise):
         return OutOfDistributionImages(source.draw(*like.image_shape), "noise", None)
     test, name = source.load_test()

@@ -345,7 +345,7 @@ def stratified(
             "each part needs one. Add examples, or remove the class."
         )
     with extra("statistics"):
-        from sklearn.model_selection import train_test_split  # here, since importing takes a second
+        from sklearn.model_selection import train_test_split  # imported here: it takes a second
 
     parts = train_test_split(
         np.arange(len(labels)), train_size=size, random_state=seed, stratify=labels.numpy()
@@ -369,7 +369,7 @@ def pixel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ..
     Computed in float64 from a histogram with 256 bins, so that the images are never copied to
     floating point. The standard deviation is the population's (divided by N H W).
     """
-    # Sums of counts are exact, where a float32 mean of 150 million pixels is not.
+    # Sums of counts are exact, unlike a float32 mean of 150 million pixels.
     values = torch.arange(256, dtype=torch.float64)
     counts = torch.stack(
         [channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]

@@ -116,7 +116,7 @@ class TableFile(DataSource):
         """Return the data with the training part's medians instead of missing numbers."""
         if (table := splits.table) is None or self._encoding is not None:
             return splits
-        # Numbers come first, and what says where columns lack values last.
+        # Numbers first, and the columns that mark missing values last.
         medians, names = dict(table.numbers), list(table.numbers)
         for where, column in enumerate(table.missing, len(table.columns) - len(table.missing)):
             if column not in names:

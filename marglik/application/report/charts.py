@@ -51,7 +51,7 @@ class Chart:
 
     @property
     def description(self) -> str:
-        """What it shows: its accessible name."""
+        """Accessible name, which describes the content."""
         x, y = (self.layout[axis]["title"]["text"] for axis in ("xaxis", "yaxis"))
         headers = ", ".join(row.header for row in self.table.rows[:12])
         return f"{self.title}: {y} over {x}, of {headers}."

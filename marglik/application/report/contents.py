@@ -97,7 +97,7 @@ class Predictive:
     name: str
     record: PredictiveRecord
     label: str = ""
-    """What tells it apart in its chart."""
+    """Label that distinguishes it in its chart."""
     place: int = 0
     """Its index among the names of all predictives."""
 

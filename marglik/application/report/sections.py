@@ -1,8 +1,4 @@
-"""What stands in each section of the page; its title, and what to look for, are in page.html.j2.
-
-A section is a function from the page's runs to blocks: lists of charts that stand side by side,
-tables, notes, confusion matrices and galleries, which page.html.j2 shows each by its kind.
-"""
+"""Build the content of each section of the page. page.html.j2 has the titles and introductions."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,12 +23,12 @@ from marglik.prediction.metric_types import Coverage
 
 @dataclass(frozen=True)
 class Picture:
-    """An image as a data URI, and what to say below it."""
+    """Image as a data URI, with lines of text below it."""
 
     image: str
     alt: str
     lines: Sequence[tuple[str, str]] = ()
-    """(what, its value)."""
+    """(label, value) of each line."""
     parts: tuple[float, float] | None = None
     """Aleatoric and epistemic part of the entropy, as shares of the gallery's largest entropy."""
 
@@ -334,4 +330,4 @@ SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
     "options": _options,
     "versions": _versions,
 }
-"""Id of a section in page.html.j2 -> what stands in it; one without blocks is left out."""
+"""Maps the id of a section in page.html.j2 to its content; a section without blocks is left out."""

@@ -23,7 +23,7 @@ class Row:
     detail: str = ""
     """Small print under the header."""
     small: Sequence[str] = ()
-    """Small print under the cells; none under those where it is empty."""
+    """Small print under the cells; empty for none."""
     differs: bool = False
     """Whether to highlight the row."""
 
@@ -35,12 +35,12 @@ class Table:
     caption: str
     """Its accessible name."""
     columns: Sequence[str]
-    """Titles of the columns, that of the header column first."""
+    """Titles of the columns, the header column first."""
     rows: Sequence[Row]
     has_words: bool = False
     """Whether cells are text, which is aligned left."""
     summary: str = ""
-    """If it can be folded: what is seen of it then."""
+    """Text of the table when it is folded, if it can be."""
     open: bool = True
     """Whether it is unfolded at first."""
 
