@@ -5,7 +5,9 @@ A part of the training and held-out labels is wrong: changed to another class, o
 corrects them, "raise" and "lower" are its two halves. "Grid" is the best of five decays, one for
 all tensors, with the mean of the parameters over the last third of the epochs; the same held-out
 labels choose it. The test NLL is at the temperature and the share of wrong labels that fit the
-held-out labels best. The rule and its limit were chosen on other problems.
+held-out labels best. The rule and its limit were chosen on other problems, and afterwards on 13
+runs here the condition that the gradient exceeds its standard error. Runs that it changes were
+repeated, without the seconds. In all runs the rate falls to 0.6 after half of the steps.
 """
 
 import argparse
@@ -251,7 +253,11 @@ def table(results: list[Result]) -> str:
             }
             for name, values in differences.items():
                 pairs[name].append(values)
-            ratios += [ways["rule"]["seconds"] / ways["evidence"]["seconds"] for ways in seeds]
+            ratios += [
+                ways["rule"]["seconds"] / ways["evidence"]["seconds"]
+                for ways in seeds
+                if "seconds" in ways["rule"]  # not of ways that were run again, under another load
+            ]
             opened = [any(c > 0 for *_, c in ways["rule"]["gate"]) for ways in seeds]
             if noise == "0 %":
                 clean += opened

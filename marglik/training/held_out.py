@@ -258,7 +258,7 @@ def look_at_held_out(problem: "Problem", state: "LearnerState") -> HeldOutLook:
         temperature, noise = ranks.gather((fit.output_temperature, fit.label_noise))[0]
         losses = _losses(f.double(), y, temperature, noise)
         z = ranks.gather(rise_of(state.measures.best_losses, losses))[0]
-        if not needs_gradient(problem, state, z):
+        if not (problem.options.policy.lowering or may_raise(problem, state, z)):
             return HeldOutLook(losses, z, [], [])
         sums = [[torch.zeros_like(p) for p in parameters] for _ in range(NUM_PARTS)]
         counts = torch.zeros(NUM_PARTS, dtype=torch.float64)
@@ -331,48 +331,48 @@ def rise_of(best: Tensor | None, losses: Tensor) -> float:
     return difference.mean().item() / max(error, 1e-12)
 
 
-def needs_gradient(problem: "Problem", state: "LearnerState", z: float) -> bool:
-    """Return whether the rule needs the direction in which the held-out loss falls."""
-    policy = problem.options.policy
-    if z > OPEN:
-        return policy.raise_limit is not None and not _is_early(problem, state)
-    return policy.lowering
+def may_raise(problem: "Problem", state: "LearnerState", z: float) -> bool:
+    """Return whether the common factor rises if the held-out loss falls as all decays rise.
+
+    Not before half of the epochs that precede the last third, or of ``updates``, have ended.
+    """
+    schedule, limit = problem.options.schedule, problem.options.policy.raise_limit
+    total = schedule.updates if schedule.epochs is None else (1 - LATE_SHARE) * schedule.epochs
+    return limit is not None and z > OPEN and state.epoch >= total / 2
 
 
 def correct(
     problem: "Problem", state: "LearnerState", look: HeldOutLook, posterior: Posterior
 ) -> Tensor | None:
-    """Open or close the gate. Return the pull on log δ of each group, (G,), or None.
+    """Change the common factor. Return the pull on log δ of each group, (G,), or None.
 
     The pull is added to the gradient of −log evidence (nats).
     """
-    measures, hyper = state.measures, state.hyperparameters
-    by_part = torch.zeros(0, len(problem.named), dtype=torch.float64)
+    hyper, policy, in_groups = state.hyperparameters, problem.options.policy, None
+    rises = False
     if look.gradients:
         with torch.no_grad():
             posterior.prior_precision = hyper.groups.per_tensor(hyper.prior_precision)
             moved = displacements(posterior, look.parameters, times_left(problem, state))
             by_part = gradients_in_log_decays(look, moved, problem.ranks)
-    is_raised = hyper.groups.per_tensor(state.holds_weights(problem))
-    rising_helps = by_part[:, is_raised].sum().item() < 0
-    move_gate(measures, look, rising_helps=rising_helps, limit=problem.options.policy.raise_limit)
-    if look.rise > OPEN or not look.gradients:
+        in_groups = torch.stack([hyper.groups.sum_over_tensors(row) for row in by_part])
+        in_common = shrunk(in_groups[:, state.holds_weights(problem)].sum(1))
+        rises = may_raise(problem, state, look.rise) and in_common.item() < 0
+    move_gate(state.measures, look, policy.raise_limit if rises else None)
+    if rises or in_groups is None or not policy.lowering:
         return None
-    in_groups = torch.stack([hyper.groups.sum_over_tensors(row) for row in by_part])
     return LOWERING * problem.num_data * shrunk(in_groups).clamp(min=0)
 
 
-def move_gate(
-    measures: "Measures", look: HeldOutLook, *, rising_helps: bool, limit: float | None
-) -> None:
-    """Raise the common factor if the held-out loss has risen and a raise helps; else lower it."""
+def move_gate(measures: "Measures", look: HeldOutLook, limit: float | None) -> None:
+    """Raise the common factor up to a limit, or lower it for None. Store the best losses."""
     losses, best, measures.rise = look.losses, measures.best_losses, look.rise
     if best is None or best.shape != losses.shape or losses.mean() < best.mean():
         measures.best_losses = losses
-    if limit is not None and look.rise > OPEN and rising_helps:
-        measures.log_factor = min(limit, measures.log_factor + RISE)
-    else:
+    if limit is None:
         measures.log_factor *= DECLINE
+    else:
+        measures.log_factor = min(limit, measures.log_factor + RISE)
 
 
 def shrunk(of_parts: Tensor) -> Tensor:
@@ -380,10 +380,3 @@ def shrunk(of_parts: Tensor) -> Tensor:
     mean = of_parts.mean(0)
     error = of_parts.std(0) / math.sqrt(len(of_parts))
     return mean * (1 - (error / mean.abs().clamp(min=1e-30)).square()).clamp(min=0)
-
-
-def _is_early(problem: "Problem", state: "LearnerState") -> bool:
-    """Return whether under half of the epochs before the last third, or of ``updates``, ended."""
-    schedule = problem.options.schedule
-    total = schedule.updates if schedule.epochs is None else (1 - LATE_SHARE) * schedule.epochs
-    return state.epoch < total / 2

@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from marglik import OnlineTraining, Posterior, PriorLearner
+from marglik.training import held_out
 from marglik.training.decay_policy import Measures
 from marglik.training.held_out import (
     HeldOutLook,
@@ -142,37 +143,65 @@ def test_displacements_are_those_of_dense_blocks(time, correction):
         assert (u - without).norm() > 0.01 * u.norm()
 
 
-def test_the_gate_opens_only_where_the_loss_rose_and_higher_decays_would_lower_it():
+def test_the_factor_rises_to_its_limit_and_falls_by_a_tenth():
     generator = torch.Generator().manual_seed(0)
     best = torch.rand(200, generator=generator, dtype=torch.float64)
     noise = 0.1 * torch.randn(200, generator=generator, dtype=torch.float64)
-    worse = best + 0.1 + noise
-    helps = {"rising_helps": True, "limit": 1.2}
+    worse, measures = best + 0.1 + noise, Measures([], [])
 
-    def look(measures, losses):
-        return HeldOutLook(losses, rise_of(measures.best_losses, losses), [], [])
+    def move(losses, limit):
+        look = HeldOutLook(losses, rise_of(measures.best_losses, losses), [], [])
+        move_gate(measures, look, limit)
 
-    def after(losses, **conditions):
-        measures = Measures([], [])
-        move_gate(measures, look(measures, best), **helps)
-        assert measures.rise == 0 and measures.log_factor == 0
-        move_gate(measures, look(measures, losses), **helps | conditions)
-        return measures
-
-    measures = after(worse)
+    move(best, None)
+    assert measures.rise == 0 and measures.log_factor == 0
+    move(worse, 1.2)
     error = (0.1 + noise).std() / math.sqrt(200)
     assert measures.rise == pytest.approx(((0.1 + noise).mean() / error).item())
     assert measures.rise > 10
     assert measures.log_factor == 0.5 and measures.best_losses is best
     for _ in range(3):
-        move_gate(measures, look(measures, worse), **helps)
+        move(worse, 1.2)
     assert measures.log_factor == 1.2
-    move_gate(measures, look(measures, best - 0.01), **helps)  # it has fallen below the best
+    move(best - 0.01, None)
     assert measures.log_factor == pytest.approx(1.08)
     assert measures.best_losses is not best
-    for closed in ({"rising_helps": False}, {"limit": None}):
-        assert after(worse, **closed).log_factor == 0
-    assert after(best + noise - noise.mean()).log_factor == 0  # no rise on average
+
+
+@pytest.mark.parametrize(
+    ("z", "epoch", "a", "options", "factor", "lowers"),
+    [
+        (2.0, 20, -0.3, {}, 0.5, False),
+        (2.0, 20, -0.3, {"lowering": False}, 0.5, False),
+        (2.0, 20, -0.04, {}, 0.0, True),  # parts disagree: no sign of a gradient
+        (2.0, 20, 0.3, {}, 0.0, True),  # lower decays help, also above the best loss
+        (2.0, 20, 0.3, {"lowering": False}, 0.0, False),
+        (0.5, 20, -0.3, {}, 0.0, True),
+        (2.0, 9, -0.3, {}, 0.0, True),  # too early: a third of the epochs
+        (2.0, 20, -0.3, {"raise_limit": None}, 0.0, True),
+    ],
+)
+def test_the_factor_rises_only_where_parts_agree_that_the_loss_rose_and_would_fall(
+    z, epoch, a, options, factor, lowers, monkeypatch
+):
+    data, model = [(torch.randn(8, 4), torch.randint(3, (8,)))] * 2, nn.Linear(4, 3)
+    learner = PriorLearner("classification", **ON | options)
+    learner.start(model, torch.optim.SGD(model.parameters(), lr=0.1), data, 30, held_out=data)
+    problem, state = learner.problem, learner.state
+    state.epoch = epoch
+    # The weight's gradient, with an error of 0.1 of the mean of ten parts; the bias wants less.
+    of_weight = a + 0.1 * math.sqrt(9) * torch.tensor([1.0, -1.0] * 5).double()
+    by_part = torch.stack([of_weight, torch.full((10,), 0.2).double()], 1)
+    monkeypatch.setattr(held_out, "displacements", lambda *args: [])
+    monkeypatch.setattr(held_out, "gradients_in_log_decays", lambda *args: by_part)
+    look = HeldOutLook(torch.rand(16), z, [[]], [])
+    pull = held_out.correct(problem, state, look, Posterior(model, "classification"))
+    assert state.measures.log_factor == factor
+    if not lowers:
+        assert pull is None
+        return
+    expected = torch.tensor([max(a, 0.0) * (1 - (0.1 / a) ** 2), 0.2]).double()
+    assert_close(pull, 3 * 16 * expected)
 
 
 def test_parts_that_disagree_say_nothing():
