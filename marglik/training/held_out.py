@@ -323,8 +323,11 @@ def _parts(
 
 
 def rise_of(best: Tensor | None, losses: Tensor) -> float:
-    """Return z, the mean increase of losses since the best update, over its standard error."""
-    if best is None or best.shape != losses.shape:
+    """Return z, the mean increase of losses since the best update, over its standard error.
+
+    It is 0 without a best update, and for a single loss, which has no standard error.
+    """
+    if best is None or best.shape != losses.shape or len(losses) < 2:
         return 0.0
     difference = losses - best
     error = difference.std().item() / math.sqrt(len(losses))
@@ -376,7 +379,12 @@ def move_gate(measures: "Measures", look: HeldOutLook, limit: float | None) -> N
 
 
 def shrunk(of_parts: Tensor) -> Tensor:
-    """Return the mean over parts, times max(0, 1 − 1/t²), t the mean over its standard error."""
+    """Return the mean over parts, times max(0, 1 − 1/t²), t the mean over its standard error.
+
+    It is 0 for a single part, which has no standard error.
+    """
     mean = of_parts.mean(0)
+    if len(of_parts) < 2:
+        return torch.zeros_like(mean)
     error = of_parts.std(0) / math.sqrt(len(of_parts))
     return mean * (1 - (error / mean.abs().clamp(min=1e-30)).square()).clamp(min=0)

@@ -213,6 +213,14 @@ def test_parts_that_disagree_say_nothing():
     assert_close(shrunk(noise + 0.5).item(), 0.5 * (1 - 1 / t**2))
 
 
+def test_a_single_held_out_example_corrects_nothing():
+    """It has no standard error, and NaN would become a weight decay."""
+    one = torch.tensor([0.3])
+    assert rise_of(one, one + 1) == 0
+    assert shrunk(torch.tensor([[0.5, -2.0]])).tolist() == [0, 0]
+    assert rise_of(torch.zeros(2), torch.tensor([0.9, 1.1])) > 1  # the control
+
+
 def images(number, share, seed):
     """Four classes of noisy 6 × 6 images, a share of whose labels is drawn; and the true labels."""
     generator = torch.Generator().manual_seed(seed)
