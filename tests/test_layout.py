@@ -154,6 +154,7 @@ def test_dependencies_are_those_that_are_imported():
         "pytorch_optimizer",
         "ivon",
         "cleanlab",
+        "ogb",
     }
     optional |= {"botorch", "gpytorch", "linear_operator", "posteriors", "tensordict"}
     optional |= {"matplotlib", "peft"}

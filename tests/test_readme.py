@@ -217,7 +217,9 @@ def commands(text):
 def test_commands_are_those_of_the_programs(page, capsys):
     for program, *arguments in commands((ROOT / page).read_text()):
         arguments = [str(ROOT / a) if a.startswith("experiments/") else a for a in arguments]
-        if program == "torchrun":
+        if program == "torchrun" and "marglik" not in arguments:
+            program, arguments = "python", arguments[arguments.index("-m") :]
+        elif program == "torchrun":
             program, arguments = "marglik", arguments[arguments.index("marglik") + 1 :]
         if program == "marglik" and page in ("docs/own-network.md", "docs/seven-uses.md"):
             continue  # these run below, or with the page's examples

@@ -30,6 +30,7 @@ settings of K-FAC and of the control are those of the trial that reaches it firs
 untrained network's metric may jump above it for a moment.
 
 ``python -m experiments.optimizers.steps_to_target --study NAME`` runs the missing parts of one.
+`experiments.optimizers.paper_scale` has the trainings at the paper's size.
 """
 
 import argparse

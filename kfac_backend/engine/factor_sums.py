@@ -124,10 +124,9 @@ def assemble_blocks(model: nn.Module, sums: PassSums) -> dict[str, KroneckerBloc
     blocks, packed = {}, dict[Any, Factor]()
     for name, uses in sums.blocks.items():
         # Uses that never ran keep their zero, by which `nearest_kronecker` leaves them out.
-        uses = [
-            use._replace(num_terms=sums.num_data) if use.per_example and use.num_terms else use
-            for use in uses
-        ]
+        for i, use in enumerate(uses):
+            if use.per_example and use.num_terms:
+                uses[i] = use._replace(num_terms=sums.num_data)
         if len(uses) > 1 and uses[0].slot[1] > 1:
             blocks[name] = _packed(name, uses, packed)
             continue
