@@ -55,8 +55,8 @@ from experiments.studies import Result, markdown, mean_with_error
 from kfac_backend.atomic_files import write_file
 from kfac_backend.optimizer import KfacPreconditioner, PreconditionerOptions
 from marglik.eval_mode import eval_mode
-from marglik.storage.provenance import environment
-from marglik.storage.run_folder import write_json
+from marglik.storage.environment import environment
+from marglik.storage.record_files import write_json
 
 NEVER_RUN = "We have never run this training at the paper's size."
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from experiments import studies
+from experiments import studies, unfolded_reduce
 from experiments.augmentation import learned_ranges
 from experiments.exactness.networks import Config as Exactness
 from experiments.labels import label_noise, suspicious_labels
@@ -87,6 +87,7 @@ TABLES = {
     "transformer_timing": ("speed.transformer_timing",),
     "beyond_the_data": ("uci.beyond_the_data",),
     "uci": ("uci.regression",),
+    "unfolded_reduce": ("unfolded_reduce",),
     "uci_heteroscedastic": ("uci.heteroscedastic",),
     "update_step_timing_cpu": ("speed.update_step_timing",),
     "update_step_timing_cuda": ("speed.update_step_timing", "--device", "cuda"),
@@ -297,6 +298,22 @@ def small_transformer_timing(patch):
         for name, shape in shapes.items()
     ]
     return found, transformer_timing.table
+
+
+def small_unfolded_reduce(patch):
+    small = unfolded_reduce.Config("cpu", 10, 1, 2, repetitions=1)
+    found = record_of(unfolded_reduce.run, small) | {"name": "cpu"}
+    assert found["largest_relative_difference"] < 1e-5
+    unfolded = {}
+    layer = torch.nn.Conv2d(3, 4, 3, padding=1)
+    rule = unfolded_reduce.ConvolutionRule(layer, "reduce", {"weight"})
+    for name in unfolded_reduce.WAYS:  # other code, the same numbers
+        with unfolded_reduce.way(name):
+            unfolded[name] = rule.input_sums.__name__, *rule.input_sums(torch.ones(2, 3, 4, 5))
+    (one, a, R), (other, b, S) = unfolded.values()
+    assert (one, other, R) == ("input_sums", "unfolded_sums", S)
+    torch.testing.assert_close(a, b)
+    return [found], unfolded_reduce.table
 
 
 def small_language_model_pass(patch):
