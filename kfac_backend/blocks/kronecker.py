@@ -31,7 +31,11 @@ FORMAT, FORMAT_VERSION = "kfac_backend.KroneckerFactors", 10
 FIELDS = ("num_data", "num_outputs", "num_loss_terms", "loss")
 
 
-@dataclass(frozen=True)
+BLOCKS_PER_LINE = 10
+"""Blocks that a line of the representation stands for."""
+
+
+@dataclass(frozen=True, repr=False)
 class KroneckerFactors:
     """GGN ≈ block-diag(B ⊗ A) over the parameter tensors: a sum over the data, without the prior.
 
@@ -61,6 +65,25 @@ class KroneckerFactors:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{type(self).__name__}({len(self)} blocks, '{self.likelihood}', "
+            f"{self.num_data:g} examples, {self.num_outputs} outputs)"
+        ]
+        items, known = list(self.blocks.items()), set[object]()
+        for start in range(0, len(items), BLOCKS_PER_LINE):
+            some = items[start : start + BLOCKS_PER_LINE]
+            names = dict.fromkeys([some[0][0], some[-1][0]])
+            number = sum(block.numel for _, block in some)
+            nbytes = 0
+            for _, block in some:  # a factor that several blocks share counts once
+                tensors = [F.entries for F in {*block.factors.values()} - known if not F.is_meta]
+                tensors += vars(block.eigen).values() if isinstance(block, CorrectedBlock) else ()
+                nbytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+                known |= {*block.factors.values()}
+            lines.append(f"  {' to '.join(names)}: {number:,} parameters, {nbytes / 2**20:.1f} MiB")
+        return "\n".join(lines)
 
     def __add__(self, other: "KroneckerFactors") -> "KroneckerFactors":
         """Return the factors of the union of both data sets, exactly."""

@@ -548,3 +548,22 @@ def test_matrices_of_rows_are_computed_when_they_are_asked_for(monkeypatch):
     dense = torch.kron(4 * b.mT @ b, a.mT @ a)
     assert_close(values, torch.linalg.eigvalsh(dense).clamp(min=0), rtol=1e-9, atol=1e-9)
     assert_close(both.to_dense(), dense)
+
+
+def test_a_line_of_the_representation_stands_for_ten_blocks():
+    """A factor that blocks share counts once: 36 parameters of two factors of 6×6 in float64."""
+    x = normal(9, 6).double()
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(11)]).double()
+    factors = kronecker_factors(model, [(x, x)], "regression", kfac_approx="expand")
+    head, *lines = repr(factors).splitlines()
+    assert head == "KroneckerFactors(22 blocks, 'regression', 9 examples, 6 outputs)"
+    number, memory = 5 * (36 + 6), 5 * 2 * 36 * 8 / 2**20
+    assert lines[0] == f"  0.weight to 4.bias: {number} parameters, {memory:.1f} MiB"
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        "  5.weight to 9.bias",
+        "  10.weight to 10.bias",
+    ]
+    block = KroneckerBlock("w", gram(600, 512), gram(600, 256), 600)
+    alone = replace(factors, blocks={"w": block, "b": KroneckerBlock("b", block.factors["B"])})
+    memory = (512**2 + 256**2) * 8 / 2**20
+    assert repr(alone).splitlines()[1:] == [f"  w to b: 131,584 parameters, {memory} MiB"]
