@@ -67,8 +67,17 @@ test-lowest:  ## run most of both packages' tests with the oldest dependencies t
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[dev,adapters]'
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -q $(TOGETHER) $(PACKAGES_ALONE)
 
+# uv's "auto" would take torch from PyTorch's own index, whatever index is configured.
+define SIZE
+Setting up .venv. It takes 6.7 GiB on disk, of which CUDA's libraries and Triton are 4 GiB. Without a GPU you do
+not need them. To install torch's CPU build from PyTorch's own index, press Ctrl-C and run
+'UV_TORCH_BACKEND=cpu make $(MAKECMDGOALS)'.
+endef
+export SIZE
+
 # uv installs torch in seconds where pip takes minutes, and reads the same pyproject.toml.
 $(INSTALLED): pyproject.toml
+	@ls -d .venv/lib/python*/site-packages/torch >/dev/null 2>&1 || echo "$$SIZE"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -e '.[dev]'
