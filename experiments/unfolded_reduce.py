@@ -61,18 +61,18 @@ def way(name: str) -> AbstractContextManager[object]:
 
 def inputs_of_convolutions(model: nn.Module, x: Tensor) -> list[tuple[ConvolutionRule, Tensor]]:
     """The rule and the input of each convolution in a forward pass on x."""
-    found: list[tuple[ConvolutionRule, Tensor]] = []
+    convolutions: list[tuple[ConvolutionRule, Tensor]] = []
 
     def keep(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        found.append((ConvolutionRule(layer, "reduce", {"weight"}), args[0]))
+        convolutions.append((ConvolutionRule(layer, "reduce", {"weight"}), args[0]))
 
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    handles = [layer.register_forward_hook(keep) for layer in convolutions]
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    handles = [layer.register_forward_hook(keep) for layer in layers]
     with torch.no_grad():
         model(x)
     for handle in handles:
         handle.remove()
-    return found
+    return convolutions
 
 
 def run(config: Config) -> Result:
@@ -90,10 +90,10 @@ def run(config: Config) -> Result:
 
     def one_pass(name: str) -> dict[str, Tensor]:
         with way(name):
-            found = kronecker_factors(
+            factors = kronecker_factors(
                 model, data, "classification", kfac_approx="reduce", fisher="mc"
             )
-        return {name: block.A for name, block in found.blocks.items() if block.A is not None}
+        return {name: block.A for name, block in factors.blocks.items() if block.A is not None}
 
     result: Result = {}
     works: dict[str, Callable[[str], object]] = {"factors": factors, "pass": one_pass}

@@ -77,12 +77,12 @@ def image_loss(f: Tensor, y: Tensor, x: Any) -> tuple[Tensor, Tensor]:
 
 def mean_average_precision(f: Tensor, y: Tensor, known: Tensor) -> float:
     """Mean over the properties that have both values, of the molecules where they are known."""
-    found = [
+    precisions = [
         average_precision_score(y[k, c].numpy(), f[k, c].numpy())
         for c, k in enumerate(known.unbind(1))
         if 0 < y[k, c].sum() < k.sum()
     ]
-    return float(np.mean(found))
+    return float(np.mean(precisions))
 
 
 def accuracy(f: Tensor, y: Tensor, known: Tensor) -> float:
@@ -250,17 +250,17 @@ def measure(
     model: nn.Module, workload: Workload, data: Any, rank: int, ranks: int, size: int = 512
 ) -> float:
     """The metric on the validation data, of which each rank runs a part."""
-    found, number = [], data.sizes[1]
+    outputs, number = [], data.sizes[1]
     device = next(model.parameters()).device
     with eval_mode(model):
         for indices in torch.arange(number).tensor_split(ranks)[rank].split(size):
             x, y = data.validation(indices)
             known = getattr(x, "known", torch.ones_like(y, dtype=torch.bool))
-            found.append((model(x.to(device)).cpu(), y, known))
-    of_ranks: list[Any] = [found]
+            outputs.append((model(x.to(device)).cpu(), y, known))
+    of_ranks: list[Any] = [outputs]
     if ranks > 1:
         of_ranks = [None] * ranks
-        distributed.all_gather_object(of_ranks, found)
+        distributed.all_gather_object(of_ranks, outputs)
     parts = zip(*(one for of_rank in of_ranks for one in of_rank), strict=True)
     return workload.metric(*(torch.cat(part) for part in parts))
 
@@ -457,11 +457,11 @@ def candidate_of(options: argparse.Namespace, workload: Workload) -> Candidate:
         ValueError: the paper has none for this method.
     """
     is_kfac = workload.methods[options.method].kfac_approx is not None
-    found = workload.candidates.get(options.method)
+    candidate = workload.candidates.get(options.method)
     if options.trial is not None:
-        found = quasi_random_search(workload.lr, workload.damping, TRIALS)[options.trial]
-    lr = options.lr or (found and found.lr)
-    damping = (options.damping or (found and found.damping)) if is_kfac else None
+        candidate = quasi_random_search(workload.lr, workload.damping, TRIALS)[options.trial]
+    lr = options.lr or (candidate and candidate.lr)
+    damping = (options.damping or (candidate and candidate.damping)) if is_kfac else None
     if lr is None or (is_kfac and damping is None):
         raise ValueError(
             f"The paper has no settings for '{options.method}' of {options.workload}. Pass "
@@ -493,8 +493,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="make the table from the results")
     options = parser.parse_args(arguments)
     if options.report:
-        found = sorted(options.output.glob("*.json"))
-        text = table([json.loads(path.read_text("utf-8")) for path in found])
+        paths = sorted(options.output.glob("*.json"))
+        text = table([json.loads(path.read_text("utf-8")) for path in paths])
         write_file(options.output / "table.md", f"{text}\n".encode())
         print(text)
         return 0

@@ -71,17 +71,17 @@ class KroneckerFactors:
             f"{type(self).__name__}({len(self)} blocks, '{self.likelihood}', "
             f"{self.num_data:g} examples, {self.num_outputs} outputs)"
         ]
-        items, known = list(self.blocks.items()), set[object]()
+        items, counted = list(self.blocks.items()), set[object]()
         for start in range(0, len(items), BLOCKS_PER_LINE):
             some = items[start : start + BLOCKS_PER_LINE]
             names = dict.fromkeys([some[0][0], some[-1][0]])
             number = sum(block.numel for _, block in some)
             nbytes = 0
             for _, block in some:  # a factor that several blocks share counts once
-                tensors = [F.entries for F in {*block.factors.values()} - known if not F.is_meta]
+                tensors = [F.entries for F in {*block.factors.values()} - counted if not F.is_meta]
                 tensors += vars(block.eigen).values() if isinstance(block, CorrectedBlock) else ()
                 nbytes += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-                known |= {*block.factors.values()}
+                counted |= {*block.factors.values()}
             lines.append(f"  {' to '.join(names)}: {number:,} parameters, {nbytes / 2**20:.1f} MiB")
         return "\n".join(lines)
 

@@ -434,7 +434,9 @@ class Case(Described):
     def depends_on_batches(self) -> bool:
         """Whether an example's numbers depend on the batch in which it comes."""
         cuts = self.net.trims or any(layer.packed for layer in self.net.layers)
-        cuts = cuts or (self.data.trimmed and not self.counts)
+        # Other pools take padding, too, whose length is the batch's.
+        is_masked = self.counts and self.net.pool in (None, "masked")
+        cuts = cuts or (self.data.trimmed and not is_masked)
         scales = any(layer.kind == "BatchScale" for layer in self.net.layers)
         return scales or (self.data.pads and cuts)
 
