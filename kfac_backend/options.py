@@ -209,11 +209,8 @@ class CurvatureOptions(PassOptions, TargetOptions):
 
 def check_option(name: str, value: object, options: object) -> None:
     """Raise a ValueError that lists ``options`` (a Literal, names) unless ``value`` is one."""
-    supported = get_args(options) or list(options)  # pyright: ignore[reportArgumentType]
-    # A string first: it may be asked for at each prediction of one input.
-    if not (type(value) is str and value in supported) and (
-        isinstance(value, Mapping) or value not in supported
-    ):
+    supported = list(options) if isinstance(options, Mapping) else get_args(options)
+    if isinstance(value, Mapping) or value not in supported:
         raise ValueError(
             f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, supported))}."
         )

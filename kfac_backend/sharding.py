@@ -33,18 +33,6 @@ _RUNNING: set[int] = set()
 """Ids of the modules that run within `substituted`."""
 
 
-def all_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the model and all modules inside it, in a tenth of the time of `nn.Module.modules`."""
-    modules = {model: None}
-    ahead = [model]
-    for module in ahead:  # which grows meanwhile
-        for child in module._modules.values():
-            if child is not None and child not in modules:
-                modules[child] = None
-                ahead.append(child)
-    return ahead
-
-
 def is_part(parameter: Tensor) -> bool:
     """Return whether this is a DTensor, of which each rank has a part."""
     return hasattr(parameter, "to_local")

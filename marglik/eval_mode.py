@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from kfac_backend.engine.model_calls import state_restorer
-from kfac_backend.sharding import all_modules
+from kfac_backend.engine.model_calls import preserve_state, state_restorer
 
 
 @contextmanager
@@ -32,15 +31,8 @@ def preserve_mode(model: nn.Module) -> Iterator[None]:
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Context manager with a model in eval mode; as a decorator, for each call of a function.
 
-    On exit, also after an error, it restores the mode of each submodule.
+    On exit, also after an error, it restores modes, hooks and parameter objects.
     """
-    modules = all_modules(model)
-    modes = [module.training for module in modules]
-    try:
-        if any(modes):  # a prediction of one input would notice the time that it takes
-            model.eval()
+    with preserve_state(model):
+        model.eval()
         yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            if module.training != mode:
-                module.training = mode

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.covariance.output_covariance import default_memory
 from kfac_backend.engine.batches import detached, split_batch
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import IGNORED, Likelihood
@@ -63,8 +62,6 @@ SAVED = (
     *("mean", "indices", "structure", "sample_size", "fingerprints"),
 )
 """Attributes in a state, in addition to the fit and the parameters' names."""
-COPIES = 4
-"""Maximum number of simultaneous arrays of the size of a batch's covariances at all δ of a grid."""
 NO_EFFECT = {"damping": False, "asdl_fisher_kwargs": None}
 """Arguments of laplace-torch that are accepted only with these values."""
 
@@ -518,37 +515,21 @@ class ParametricLaplace(Posterior):
             if len(log_delta) == 1:
                 sizes = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
                 log_delta = log_delta.repeat(sizes[prior_structure])
-            log_delta = log_delta.to(self._device)
-            self.prior_precision = log_delta.exp()
-            terms, T = self.evidence_terms, self.temperature
-            sigma = self.sigma_noise.double()
-            # The number of the δ of each block.
-            numbers = torch.arange(len(log_delta), dtype=torch.float64, device=self._device)
-            index = self.precision_per_block(numbers).long()
+            log_delta = log_delta.to(self._device).requires_grad_()
             adam = torch.optim.Adam([log_delta], lr=lr)
             for _ in tqdm(range(n_steps), "Evidence", disable=not progress_bar):
-                delta = log_delta.exp()[index]
-                gradient, _ = terms.gradient(delta, sigma, T)
-                if not (gradient.sum() + terms.loss).isfinite():
-                    terms.log_marginal_likelihood(delta, sigma, T)  # raises an error with the cause
-                log_delta.grad = torch.zeros_like(log_delta).index_add_(0, index, -gradient)
+                adam.zero_grad()
+                (-super().log_marginal_likelihood(log_delta.exp())).backward()
                 adam.step()
             self.prior_precision = log_delta.detach().exp()
         elif method == "gridsearch" and val_loader is not None:
             grid = torch.logspace(
                 log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
             )
-            # These predictions need only the outputs' Gaussian, without random numbers.
-            if loss is None and pred_type == "glm" and link_approx != "mc":
-                batches = tqdm(val_loader, "Grid", disable=not progress_bar)
-                losses = self._grid_nlls(grid, batches, link_approx)
-            else:
-                losses = []
-                for delta in tqdm(grid, "Grid", disable=not progress_bar):
-                    self.prior_precision = delta
-                    losses.append(
-                        self._grid_loss(val_loader, loss, pred_type, link_approx, n_samples)
-                    )
+            losses = []
+            for delta in tqdm(grid, "Grid", disable=not progress_bar):
+                self.prior_precision = delta
+                losses.append(self._grid_loss(val_loader, loss, pred_type, link_approx, n_samples))
             best = torch.tensor(losses, dtype=torch.float64).nan_to_num(math.inf).argmin()
             self.prior_precision = grid[int(best)]
         else:
@@ -558,42 +539,6 @@ class ParametricLaplace(Posterior):
             )
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
-
-    @torch.no_grad()
-    def _grid_nlls(self, grid: Tensor, val_loader: Iterable[Any], link_approx: str) -> list[float]:
-        """Return the mean NLL (nats) of the linearised network's predictions at each δ."""
-        self._check_predicts()
-        task, total, count = Task(self.likelihood, self.options), torch.zeros(len(grid)).double(), 0
-        numbers, C = self.likelihood.name == "regression", self.n_outputs
-        variance_only = numbers or link_approx == "probit"
-        for batch in val_loader:
-            x, y = self._split(batch, task)
-            # As many δ at once as memory allows: all of them for a small network.
-            of_one = 8 * COPIES * y.numel() * C * (1 if variance_only else C)
-            parts = []
-            for deltas in grid.split(max(1, default_memory(self._device) // max(of_one, 1))):
-                f, covariances = self.output_distributions(x, deltas, variance_only=variance_only)
-                parts.append(self._nlls(f, covariances, y, link_approx))
-            total += torch.cat(parts).flatten(1).sum(1).cpu().double()
-            count += len(y)
-        return (total / count).tolist()
-
-    def _nlls(self, f: Tensor, covariances: Tensor, y: Tensor, link_approx: str) -> Tensor:
-        """Return the NLL of each target at each δ, (D, M), from covariances (D, N, ...)."""
-        if self.likelihood.name == "regression":
-            variance = covariances + self.sigma_noise.square()
-            return 0.5 * ((f - y).square() / variance + variance.log())
-        counted = y != IGNORED
-        p = self._class_probabilities(f, covariances, link_approx)[:, counted]  # (D, M, C)
-        labels = y[counted][:, None].expand(*p.shape[:2], 1)
-        return -p.log().gather(2, labels)[..., 0]
-
-    def _split(self, batch: Any, task: Task) -> tuple[Any, Tensor]:
-        """Return inputs and targets of a batch, on the model's device."""
-        x, y = split_batch(batch, task.options)
-        x, y = detached(x, self._device), detached(y, self._device)
-        with eval_mode(self.model):
-            return x, task.targets(self.model, x, y)
 
     def _grid_loss(
         self,
@@ -609,7 +554,10 @@ class ParametricLaplace(Posterior):
         if is_metric:
             loss.reset()  # pyright: ignore
         for batch in val_loader:
-            x, y = self._split(batch, task)
+            x, y = split_batch(batch, task.options)
+            x, y = detached(x, self._device), detached(y, self._device)
+            with eval_mode(self.model):
+                y = task.targets(self.model, x, y)
             # Rewards are compared: there are labels, of which is better.
             predicted = self._predict(x, pred_type, False, link_approx, n_samples, loss is None)
             parts = predicted if isinstance(predicted, tuple) else (predicted,)
@@ -704,16 +652,12 @@ class ParametricLaplace(Posterior):
         if joint and numbers:
             J, f = self.jacobians(x)
             return f.flatten(), self.functional_covariance(J)
-        variance_only = diagonal_output if numbers else link_approx == "probit"
-        f, covariance = self.output_distribution(x, variance_only=variance_only)
+        f, covariance = self.output_distribution(x)
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
         if numbers:
-            return f, covariance
-        return self._class_probabilities(f, covariance, link_approx)
-
-    def _class_probabilities(self, f: Tensor, covariance: Tensor, link_approx: str) -> Tensor:
-        """Return probabilities from variances (probit) or covariances, also for D of them."""
+            return f, variance if diagonal_output else covariance
         if link_approx == "probit":
-            return probit_outputs(f, covariance).softmax(-1)
+            return probit_outputs(f, variance).softmax(-1)
         return _bridge(f, covariance, normalised=link_approx == "bridge_norm")
 
     def functional_samples(

@@ -10,8 +10,7 @@ Memory never holds the G̃ of all examples at once. With one position G̃ is not
 covariance is Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij, and the second moment is Σ_n (Σ_c b̃_nci²) ã_nj².
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -27,12 +26,7 @@ LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 
 
 def covariance_part(
-    gradients: ParameterGradients,
-    product_bytes: int,
-    *,
-    q: int = 1,
-    variance_only: bool = False,
-    shifts: Float[Tensor, "D"] | None = None,
+    gradients: ParameterGradients, product_bytes: int, *, q: int = 1, variance_only: bool = False
 ) -> Float[Tensor, "T *rest"]:
     """Return one parameter's part of J Σ Jᵀ, exact: (T, q·C, q·C) for T sets of q examples.
 
@@ -41,26 +35,24 @@ def covariance_part(
         product_bytes: bytes of G̃ that are computed at once, but at least one row.
         q: number of examples in a set; 1 gives each example's covariance (N, C, C).
         variance_only: return the diagonals (N, C), without products of different outputs.
-        shifts: numbers that are added to the spectrum in turn, for q = 1. They are the second axis
-            of the result, (N, D, C, C). What they do not change is computed once.
     """
     concatenated, s = gradients.concatenated_uses(), gradients.spectrum
 
-    paired = partial(_paired, q=q, variance_only=variance_only)
-    for_each_shift = partial(_for_each_shift, shifts)
-
-    def squared(s: Tensor, part: Tensor) -> Tensor:
-        scaled = (part * s.rsqrt()).flatten(2)
-        return paired(scaled, scaled)
+    def paired(left: Float[Tensor, "N C P"], right: Float[Tensor, "N C P"]) -> Tensor:
+        if variance_only:
+            return (left * right).sum(-1)
+        left, right = (t.unflatten(0, (-1, q)).flatten(1, 2) for t in (left, right))
+        return left @ right.mT
 
     if concatenated is None:  # no common factors
         parts = gradients.dense_in_basis(product_bytes, q)
-        return torch.cat([for_each_shift(partial(squared, part=part), s) for part in parts])
+        scaled = ((part * s.rsqrt()).flatten(2) for part in parts)
+        return torch.cat([paired(part, part) for part in scaled])
     (b, a), transposed, block = *concatenated, gradients.block
     if a is None or block.Q_A is None:
         # A bias: its gradient is Σ_r b, so one rotation and one product suffice.
         b = _without_input(b, block)
-        return for_each_shift(lambda s: paired(b / s.flatten(), b), s)
+        return paired(b / s.flatten(), b)
     Q_B, Q_A, s = bases(block, s, transposed)
     a, b = a.to(block.Q_A.dtype), b.to(block.Q_B.dtype)
     if b.shape[2] > 1 and not b.requires_grad:
@@ -68,62 +60,31 @@ def covariance_part(
         reached = b.flatten(3).any(-1).any(0).any(0)
         a, b = (t if reached.all() else t[:, :, reached] for t in (a, b))
     (N, R, C, d_out), d_in = b.shape[1:], a.shape[-1]
-    # If sets are so large and the layer so small that gradients take less memory than the weights
-    # of one position, use the general method.
+    # One position: G̃ is the outer product b̃ ãᵀ, so its entries need not be formed. The sum over j
+    # of ã_j² / s_ij is a weight for each i, and a sum over i remains. Sets of examples have weights
+    # for pairs. If the sets are so large and the layer so small that gradients take less memory
+    # than these, use the general method.
     if R == 1 and (q == 1 or q * (d_in + C * d_out) <= C * d_in * d_out):
         b, a = rotated(b[:, :, 0], Q_B), rotated(a[:, :, 0], Q_A)
-        return for_each_shift(partial(_of_one_position, a, b, a.square(), q, paired), s)
+        if q == 1:
+            # w_ni = Σ_j ã_nj² / s_ij, and then Σ_i b̃_nci b̃_nc'i w_ni over rows and groups.
+            weights = a.square() @ s.reciprocal().mT  # (G, N, d_out)
+            b, scaled = (t.movedim(0, 2).flatten(2) for t in (b, b * weights[:, :, None]))
+            return paired(scaled, b)
+        # The same for each pair p, r of a set: w_pri = Σ_j ã_pj ã_rj / s_ij.
+        b, a = b.unflatten(1, (-1, q)), a.unflatten(1, (-1, q))
+        weights = (a[:, :, :, None] * a[:, :, None]) @ s.reciprocal().mT[:, None, None]
+        scaled = weights[..., None, :] * b[:, :, :, None]  # (G, T, q, q, C, d_out)
+        return torch.einsum("gtprco,gtrdo->tpcrd", scaled, b).flatten(3).flatten(1, 2)
     # Several positions: the entries of G̃, a few rows at a time, each divided by √s. Their inner
     # products are summed over the parts.
-    D = () if shifts is None else (len(shifts),)
-    total = b.new_zeros((N, *D, C) if variance_only else (N // q, *D, q * C, q * C))
+    total = b.new_zeros((N, C) if variance_only else (N // q, q * C, q * C))
+    root = s.rsqrt()
     for n, g, rows, part in _in_basis(b, a, Q_B, Q_A, q, product_bytes):
+        scaled = (part * root[g, rows]).flatten(2)
         sets = slice(n.start // q, n.stop // q)
-        total[sets] = total[sets] + for_each_shift(partial(squared, part=part), s[g, rows])
+        total[sets] = total[sets] + paired(scaled, scaled)
     return total
-
-
-def _paired(left: Tensor, right: Tensor, q: int, variance_only: bool) -> Tensor:
-    """Return inner products of rows (N, C, P) within sets of q, or of each row with its own."""
-    if variance_only:
-        return (left * right).sum(-1)
-    left, right = (t.unflatten(0, (-1, q)).flatten(1, 2) for t in (left, right))
-    return left @ right.mT
-
-
-def _for_each_shift(
-    shifts: Tensor | None, part_of: Callable[[Tensor], Tensor], s: Tensor
-) -> Tensor:
-    if shifts is None:
-        return part_of(s)
-    return torch.stack([part_of(s + shift) for shift in shifts], 1)
-
-
-def _of_one_position(
-    a: Float[Tensor, "G N d_in"],
-    b: Float[Tensor, "G N C d_out"],
-    squares: Float[Tensor, "G N d_in"],
-    q: int,
-    paired: Callable[[Tensor, Tensor], Tensor],
-    s: Float[Tensor, "G d_out d_in"],
-) -> Tensor:
-    """Return the covariances of rotated gradients at one position, without their entries.
-
-    G̃ is the outer product b̃ ãᵀ. The sum over j of ã_j² / s_ij is a weight for each i, and a sum
-    over i remains. Sets of examples have weights for pairs.
-    """
-    if q == 1:
-        # w_ni = Σ_j ã_nj² / s_ij, and then Σ_i b̃_nci b̃_nc'i w_ni over rows and groups.
-        weights = squares @ s.reciprocal().mT  # (G, N, d_out)
-        scaled = b * weights[:, :, None]
-        if len(b) == 1:
-            return paired(scaled[0], b[0])
-        return paired(*(t.movedim(0, 2).flatten(2) for t in (scaled, b)))
-    # The same for each pair p, r of a set: w_pri = Σ_j ã_pj ã_rj / s_ij.
-    b, a = b.unflatten(1, (-1, q)), a.unflatten(1, (-1, q))
-    weights = (a[:, :, :, None] * a[:, :, None]) @ s.reciprocal().mT[:, None, None]
-    scaled = weights[..., None, :] * b[:, :, :, None]  # (G, T, q, q, C, d_out)
-    return torch.einsum("gtprco,gtrdo->tpcrd", scaled, b).flatten(3).flatten(1, 2)
 
 
 def add_second_moments(gradients: ParameterGradients, product_bytes: int) -> None:
@@ -183,11 +144,10 @@ def rotated(x: Float[Tensor, "G *rows d"], Q: Tensor | None) -> Float[Tensor, "G
 
 def _without_input(b: Float[Tensor, "G N R C d"], block: EigenBlock) -> Float[Tensor, "N C P"]:
     """Return Qᵀ g of a parameter without an input factor, whose gradient is Σ_r b."""
-    b = b.to(block.Q_B.dtype)
-    b = b[:, :, 0] if b.shape[2] == 1 else b.sum(2)
+    b = b.to(block.Q_B.dtype).sum(2)
     if block.Q_B.shape[-1] > 1:  # otherwise a diagonal, for P groups of one entry or one of P
         b = rotated(b, _grouped(block.Q_B))
-    return b[0] if len(b) == 1 else b.movedim(0, 2).flatten(2)
+    return b.movedim(0, 2).flatten(2)
 
 
 def _in_basis(

@@ -127,7 +127,7 @@ class LayerGradients:
     ) -> Iterator[tuple[slice, LayerUse]]:
         """Yield parts of a use with a limited number of bytes, but at least one example."""
         tracked, use, rows = layer_use
-        if use.rows is not None or len(use.a) == 1:  # rows of several examples have no slices
+        if use.rows is not None:  # rows of several examples have no slices
             yield slice(None), layer_use
             return
         _, R, C, d_out = rows.shape

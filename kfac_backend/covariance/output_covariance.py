@@ -23,7 +23,7 @@ network with it.
 import math
 import sys
 from collections.abc import Iterator
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -122,8 +122,7 @@ class OutputCovariance:
         sizes = {name: block.numel for name, (block, _) in precision.items()}
         self._proof = Proof(model, assignment_of_blocks(model, sizes))
         self._model = model
-        self.precision = precision
-        """The precision. Another precision of the same parameters keeps the proof of the model."""
+        self._precision = precision
         self._device = next(model.parameters()).device
         self._memory = memory or default_memory(self._device)
         largest = LARGEST_PRODUCT.get(self._device.type, LARGEST_PRODUCT["cuda"])
@@ -137,7 +136,6 @@ class OutputCovariance:
         classes: Int[Tensor, "*chosen K"] | None = None,
         *,
         variance_only: bool = False,
-        shifts: Float[Tensor, "D"] | None = None,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
         """Return outputs and covariances for a tensor or a mapping of tensors, without a graph.
 
@@ -150,46 +148,39 @@ class OutputCovariance:
                 K instead of C.
             variance_only: return the covariances' diagonals, (..., C). This takes as many backward
                 passes, but neither computes nor holds C×C products.
-            shifts: numbers that are added to the precision's eigenvalues in turn, such as several
-                prior precisions. The covariances then are (..., D, C, C).
 
         Raises:
             TypeError: the model's output is not a tensor; a mask or indices of another dtype.
             NotImplementedError: outputs that are not (N, ..., C); a layer that hooks cannot follow.
             ValueError: no examples; positions or classes that the outputs do not have.
         """
-        # Inference mode would record no graph for the backward passes.
-        with full_float32(), torch.inference_mode(False):
+        with self._preserved_model():
             x = detached(x, self._device)
             check_not_empty(x)
             self._prove(x)
-            self._gradients.spectra = self.precision
-            sizes, N = self._sizes_of(x, classes), num_examples(x)
-            run = partial(
-                self._part,
-                channels_last=sizes.channels_last,
-                variance_only=variance_only,
-                shifts=shifts,
-            )
-            is_whole = positions is None and classes is None and len(sizes.output) == 1
-            if is_whole and N and N <= (sizes.part or 0):  # the usual case
-                zeros = torch.zeros(N, dtype=torch.int64, device=self._device)
-                return run(_Part(x, zeros, None, zeros), None)
+            key = example_shapes(x), None if classes is None else classes.shape[-1]
+            if key not in self._sizes:
+                self._sizes[key] = self._measure(x, key[1])
+            sizes = self._sizes[key]
             mask = self._mask(x, sizes, positions)
             M = int(mask.sum())
             shape = tuple(mask.shape) if positions is None else (M,)
             columns = check_classes(classes, shape, sizes.output[-1])
+            columns = None if columns is None else columns.to(self._device)
             result = None
             for part in self._parts(x, sizes, mask):
-                of_part = None if columns is None else columns.to(self._device)[part.numbers]
-                covariance = run(part, of_part)
+                of_part = columns[part.numbers] if columns is not None else None
+                covariance = self._part(
+                    part, of_part, sizes.channels_last, variance_only=variance_only
+                )
                 if part.pairs is not None:
                     covariance = tuple(t[part.pairs] for t in covariance)
                 if result is None:
                     result = tuple(t.new_empty(M, *t.shape[1:]) for t in covariance)
                 result[0][part.numbers], result[1][part.numbers] = covariance
         assert result is not None  # a position is chosen
-        return result[0].unflatten(0, shape), result[1].unflatten(0, shape)
+        outputs, covariances = result
+        return outputs.unflatten(0, shape), covariances.unflatten(0, shape)
 
     def joint(
         self, x: Float[Tensor, "T q *shape"], classes: list[int] | None = None
@@ -214,17 +205,24 @@ class OutputCovariance:
                 f"x has shape {tuple(x.shape)}. Pass sets of inputs (T, q, ...) with at least one "
                 "input, or x[None] for a single set."
             )
-        with full_float32(), torch.inference_mode(False), plain_attention():
+        with self._preserved_model(), plain_attention():
             q, differentiable = x.shape[1], torch.is_grad_enabled() and x.requires_grad
             flat = (x.clone() if x.is_inference() else x).flatten(0, 1)
             flat = flat if differentiable else flat.detach()
             self._prove(flat.detach())
-            self._gradients.spectra = self.precision
             columns = None if classes is None else torch.tensor(classes, device=x.device)
             all_of_them = torch.arange(len(flat), device=x.device)
             part = _Part(flat, torch.zeros_like(all_of_them), None, all_of_them)
             f, covariance = self._part(part, columns, q=q, differentiable=differentiable)
         return f.unflatten(0, x.shape[:2]), covariance
+
+    @contextmanager
+    def _preserved_model(self) -> Iterator[None]:
+        """Context in which the model runs in full precision, and whose end restores its state."""
+        layers = (tracked.layer for tracked in self._proof.assignment.layers)
+        # Inference mode would record no graph for the backward passes.
+        with full_float32(), torch.inference_mode(False), preserve_state(self._model, *layers):
+            yield
 
     def _prove(self, x: Any) -> None:
         """Prove, once, that the hooks capture all uses of the parameters."""
@@ -236,19 +234,9 @@ class OutputCovariance:
             twice = examples(x, torch.tensor([0, 0]))
             if try_batch(self._model, twice, 2).can_split:
                 x, N = twice, 2
-        layers = (tracked.layer for tracked in self._proof.assignment.layers)
-        with preserve_state(self._model, *layers):
-            self._proof.make(x, N)
-        self._gradients = LayerGradients(self._proof.assignment, self.precision)
+        self._proof.make(x, N)
+        self._gradients = LayerGradients(self._proof.assignment, self._precision)
         self._sizes.clear()  # the proof may have found other rules and runs
-
-    def _sizes_of(self, x: Any, classes: Tensor | None) -> _Sizes:
-        """Return the sizes for inputs like these, which are measured once."""
-        key = example_shapes(x), None if classes is None else classes.shape[-1]
-        if key not in self._sizes:
-            with preserve_state(self._model):
-                self._sizes[key] = self._measure(x, key[1])
-        return self._sizes[key]
 
     def _measure(self, x: Any, K: int | None) -> _Sizes:
         """Measure how many pairs of this shape fit into the memory, by one vector's gradients."""
@@ -312,7 +300,6 @@ class OutputCovariance:
         q: int | None = None,
         variance_only: bool = False,
         differentiable: bool = False,
-        shifts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return outputs (M, K), and covariances (M, K, K) or variances, of a part of the pairs.
 
@@ -330,34 +317,32 @@ class OutputCovariance:
                     f"The model returned shape {tuple(f.shape)} for {len(f)} inputs. Joint "
                     "covariances need outputs (N, C), as in regression."
                 )
-            M, C = len(f), f.shape[-1]
+            M, index = len(f), torch.arange(len(f), device=f.device)
             if q is not None:
-                classes = check_classes(classes, (M,), C)
+                classes = check_classes(classes, (M,), f.shape[-1])
+            columns = self._columns(f, part, classes)  # (M, K)
+            K = columns.shape[1]
             sink.num_examples = M
-            # (M, K); None for all outputs of one position
-            columns = None if f.dim() == 2 and classes is None else self._columns(f, part, classes)
-            K = C if columns is None else columns.shape[1]
-            index = None if columns is None else torch.arange(M, device=f.device)
+
+            def vectors() -> Iterator[Tensor]:
+                for column in columns.T:
+                    vector = torch.zeros_like(f, memory_format=torch.contiguous_format)
+                    vector.view(M, -1, f.shape[-1])[index, part.positions, column] = 1
+                    yield vector
+
             with torch.autocast(f.device.type, enabled=False):
-                capture.backward(f, _unit_vectors(f, K, part.positions, columns))
+                capture.backward(f, vectors())
         # Step 2: contract the gradients, layer by layer. Each layer's gradients are dropped before
         # the next layer's are rotated.
         f = f if differentiable else f.detach()  # frees the graph before the products
-        result = f
-        if index is not None:
-            result = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
-            result = result[index[:, None], part.positions[:, None], columns]
-        sets, qK, D = M // (q or 1), (q or 1) * K, () if shifts is None else (len(shifts),)
-        shape = (sets, *D, qK) if variance_only else (sets, *D, qK, qK)
+        result = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
+        result = result[index[:, None], part.positions[:, None], columns]
+        shape = (M, K) if variance_only else (M, K, K) if q is None else (M // q, q * K, q * K)
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
             for subset, gradients in self._gradients_of(sink, part, f, columns, q):
                 covariance[subset] += covariance_part(
-                    gradients,
-                    self._product_bytes,
-                    q=q or 1,
-                    variance_only=variance_only,
-                    shifts=shifts,
+                    gradients, self._product_bytes, q=q or 1, variance_only=variance_only
                 )
         return result, covariance
 
@@ -366,19 +351,17 @@ class OutputCovariance:
         sink: HeldGradients,
         part: _Part,
         f: Tensor,
-        columns: Tensor | None,
+        columns: Tensor,
         q: int | None,
     ) -> Iterator[tuple[slice, ParameterGradients]]:
         """Yield the gradients of one parameter after the other, with their slice of examples."""
+        K = columns.shape[1]
         # Some examples at a time, unless they belong together.
         most_bytes = PRODUCTS * self._product_bytes if q is None else None
         yield from self._gradients.by_parameter(sink.take(), sink.uses, most_bytes)
-        names = self._proof.assignment.diagonal
+        names, index = self._proof.assignment.diagonal, torch.arange(K, device=f.device)
         if not names:
             return
-        columns = self._columns(f, part, None) if columns is None else columns
-        K = columns.shape[1]
-        index = torch.arange(K, device=f.device)
 
         def vectors(subset: slice) -> Tensor:
             """Yield a unit vector for each of the requested outputs (n, K, ..., C)."""
@@ -394,7 +377,7 @@ class OutputCovariance:
         ):  # fmt: skip
             for name, J in by_name.items():  # as P groups of one entry, (P, n, 1, K, 1)
                 J = ExampleGradients(J.flatten(2).movedim(2, 0)[:, :, None, :, None])
-                yield subset, ParameterGradients(*self.precision[name], [(J, False)])
+                yield subset, ParameterGradients(*self._precision[name], [(J, False)])
 
     def _columns(self, f: Tensor, part: _Part, classes: Tensor | None) -> Tensor:
         """Return the indices of the requested outputs of each pair, (M, K)."""
@@ -417,18 +400,6 @@ class OutputCovariance:
                 f"The model returned shape {tuple(f.shape)} for {N} examples. Covariances need "
                 "outputs (N, C), or (N, ..., C) with several positions."
             )
-
-
-def _unit_vectors(f: Tensor, K: int, positions: Tensor, columns: Tensor | None) -> Iterator[Tensor]:
-    """Yield a vector in the shape of f for each of K outputs, one at this output of all pairs."""
-    for k in range(K):
-        vector = torch.zeros_like(f, memory_format=torch.contiguous_format)
-        if columns is None:
-            vector[:, k] = 1
-        else:
-            index = torch.arange(len(f), device=f.device)
-            vector.view(len(f), -1, f.shape[-1])[index, positions, columns[:, k]] = 1
-        yield vector
 
 
 def default_memory(device: torch.device) -> int:

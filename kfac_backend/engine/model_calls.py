@@ -5,7 +5,7 @@ supports (`try_batch`). After an error or an interrupt the model is in its earli
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from kfac_backend.engine.batches import argument_names, arguments, copied, examples
 from kfac_backend.engine.rule_assignment import RuleAssignment, UnexpectedRun
 from kfac_backend.layers import LayerByParts
-from kfac_backend.sharding import all_modules, is_part, reshard, substituted, whole_parameters
+from kfac_backend.sharding import is_part, reshard, substituted, whole_parameters
 
 T = TypeVar("T")
 
@@ -97,11 +97,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def call_with(
-    model: nn.Module, parameters: dict[str, Tensor] | None, x: Any, labels: Tensor | None = None
+    model: nn.Module, parameters: dict[str, Tensor], x: Any, labels: Tensor | None = None
 ) -> Any:
     """Return the model's output at x with these parameters; all others are constants.
 
-    If ``parameters`` is None, the model's own parameters keep their graph; use it in eval mode.
     The model gets a copy of the input, because a forward may change it in place. A mapping is the
     model's single argument, unless its forward names the mapping's keys, like models of Hugging
     Face. If the output has ``logits``, these are returned. The model's own parameters are not
@@ -116,89 +115,40 @@ def call_with(
         args = ({**args[0], "labels": labels.clone()},)
     elif labels is not None:
         kwargs["labels"] = labels.clone()
+    values: dict[int, Tensor] = {}  # maps a parameter's id to its replacement
+    state: dict[str, Tensor] = {}
     whole = whole_parameters(model)  # empty unless the model is sharded
-    # Without gradients and in eval mode, the model itself returns the same in less time.
-    is_plain = parameters is None or not (
-        parameters or whole or torch.is_grad_enabled()
-        or any(module.training for module in model.modules())
-    )  # fmt: skip
-    replaced, entries = nullcontext(), []
-    if whole and not is_plain:
-        replaced = substituted(model, _whole_state(model, parameters or {}, whole))
-    elif not is_plain:
-        # So that nothing is written into the model. `torch.func.functional_call` is slower, and its
-        # tie_weights fails if a module has two names (pytorch issue 164759).
-        values = {id(p): p.detach() for p in model.parameters()}
-        for name, p in model.named_parameters() if parameters else ():
-            values[id(p)] = (parameters or {}).get(name, values[id(p)])
-        for module in model.modules():
-            own, buffers = module._parameters, module._buffers if module.training else {}
-            entries += [(own, k, p, values[id(p)]) for k, p in own.items() if p is not None]
-            entries += [(buffers, k, b, b.clone()) for k, b in buffers.items() if b is not None]
+    # Replace all parameters, under each of their names, so that nothing is written into the model.
+    # functional_call's own tie_weights visits a module with two names twice and leaves it without
+    # its parameters (pytorch issue 164759).
+    for prefix, module in model.named_modules():
+        for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            p = whole.get(name, p)
+            state[name] = values.setdefault(id(p), parameters.get(name, p.detach()))
+        # Copy buffers that may change, such as running statistics.
+        if module.training:
+            buffers = module.named_buffers(prefix, recurse=False)
+            state |= {name: buffer.clone() for name, buffer in buffers}
     # PyTorch's fused inference path would run a transformer's layers without hooks.
     mha = torch.backends.mha
     is_fused = mha.get_fastpath_enabled()
     mha.set_fastpath_enabled(False)
     try:
-        for tensors, name, _, replacement in entries:
-            tensors[name] = replacement
-        with uncompiled(), replaced:
-            output = model(*args, **kwargs)
+        with uncompiled(), substituted(model, state) if whole else nullcontext():
+            if whole:
+                output = model(*args, **kwargs)
+            else:
+                output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if not isinstance(error, UnexpectedRun):
             explain(model, (*args, kwargs), error)
         raise
     finally:
-        for tensors, name, former, _ in entries:
-            tensors[name] = former
         mha.set_fastpath_enabled(is_fused)
     if labels is None and (not isinstance(output, Tensor) or output.is_complex()):
         output = logits_of(output)
         check_output(output)
     return output
-
-
-@contextmanager
-def swapped_parameters(
-    model: nn.Module, names: Iterable[str]
-) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-    """Context manager with a function that gives some parameters other values in all their places.
-
-    Use it for many values in turn. `call_with` walks over the model for each of them.
-    """
-    named, names = {id(p): name for name, p in model.named_parameters()}, set(names)
-    places: list[tuple[Any, str, str, Tensor]] = [
-        (module._parameters, local, named[id(p)], p)
-        for module in all_modules(model)
-        for local, p in module._parameters.items()
-        if p is not None and named[id(p)] in names
-    ]
-
-    def swap(values: Mapping[str, Tensor]) -> None:
-        for parameters, local, name, _ in places:
-            parameters[local] = values[name]
-
-    try:
-        yield swap
-    finally:
-        for parameters, local, _, p in places:
-            parameters[local] = p
-
-
-def _whole_state(
-    model: nn.Module, parameters: Mapping[str, Tensor], whole: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the replacements for a sharded model, by all names of each tensor."""
-    values: dict[int, Tensor] = {}  # maps a parameter's id to its replacement
-    state: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            p = whole.get(name, p)
-            state[name] = values.setdefault(id(p), parameters.get(name, p.detach()))
-        if module.training:
-            buffers = module.named_buffers(prefix, recurse=False)
-            state |= {name: buffer.clone() for name, buffer in buffers}
-    return state
 
 
 def check_output(output: object) -> None:

@@ -1,13 +1,12 @@
 """Store the weights of a posterior's fit, and check that its network still has them."""
 
 from collections.abc import Mapping
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfac_backend.sharding import all_modules, is_part, local_part, reshard
+from kfac_backend.sharding import is_part, local_part, reshard
 
 STATISTICS = "running_mean", "running_var"
 
@@ -27,10 +26,10 @@ class FittedWeights:
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         statistics = {name: value.clone() for name, value in running_statistics(model).items()}
         self.values: dict[str, Tensor] = statistics | _in_own_dtypes(parameters, model)
-        """By name."""
-        # The network's tensors at the last comparison, their fitted values, and torch's state of
-        # the tensors. Each check compares these tensors with the network's present ones.
-        self._compared: tuple[list[Tensor], list[Tensor], list[Any]] = [], [], []
+        """Values by name."""
+        # Torch's state of the network's tensors at the last comparison. The tensors are kept, so
+        # that no other one gets their ids.
+        self._compared: tuple[list[Any], list[Tensor]] = [], []
 
     def move(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         """Convert to the network's present dtypes and devices.
@@ -40,7 +39,6 @@ class FittedWeights:
         current = weights_of(model)
         moved = {name: value.to(current[name]) for name, value in self.values.items()}
         self.values = moved | _in_own_dtypes(parameters, model)
-        self._compared = [], [], []
 
     def check(self, model: nn.Module, *, by_value: bool) -> None:
         """Raise a ValueError that names the first weight that differs from the network's.
@@ -49,18 +47,14 @@ class FittedWeights:
             model: the network.
             by_value: see `Posterior.check_weights`.
         """
-        # The usual case, without names, which would take long for a prediction of one input.
-        tensors, (known, fitted_values, known_versions) = _tensors_of(model), self._compared
-        versions = [_version(t) for t in tensors]
-        if len(known) == len(tensors) and all(map(is_, known, tensors)):
-            pairs = zip(tensors, fitted_values, versions, known_versions, strict=True)
-            if all(
-                _equal(now, fitted) if by_value or version is None else version == before
-                for now, fitted, version, before in pairs
-            ):
-                return
         current = weights_of(model)
+        versions = [
+            (id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in current.values()
+        ]
+        is_same = not by_value and versions == self._compared[0]
         for name in dict.fromkeys([*current, *self.values]):
+            if is_same and not name.endswith(STATISTICS):  # it counts no versions of them
+                continue
             now, fitted = current.get(name), self.values.get(name)
             if now is not None and fitted is not None and now.dtype != fitted.dtype:
                 raise ValueError(
@@ -75,36 +69,7 @@ class FittedWeights:
                     "restore the weights with model.load_state_dict(posterior.fitted_weights(), "
                     "strict=False)."
                 )
-        names = {id(t): name for name, t in current.items()}
-        if all(id(t) in names for t in tensors):  # not for a sharded network, compared by parts
-            fitted_values = [self.values[names[id(t)]] for t in tensors]
-            self._compared = tensors, fitted_values, versions
-
-
-def _tensors_of(model: nn.Module) -> list[Tensor]:
-    """Return the compared tensors, module by module; a tied tensor several times."""
-    tensors: list[Tensor] = []
-    for module in all_modules(model):
-        tensors += [p for p in module._parameters.values() if p is not None and p.requires_grad]
-        if module._buffers:
-            buffers = module._buffers.items()
-            tensors += [b for name, b in buffers if b is not None and name.endswith(STATISTICS)]
-    return tensors
-
-
-def _version(tensor: Tensor) -> tuple[int, int] | None:
-    """Return what changes with a parameter's values; None for statistics.
-
-    BatchNorm does not count versions of its statistics.
-    """
-    if not isinstance(tensor, nn.Parameter):
-        return None
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
-
-
-def _equal(now: Tensor, fitted: Tensor) -> bool:
-    is_alike = now.dtype == fitted.dtype and now.device == fitted.device
-    return is_alike and torch.equal(now, fitted)
+        self._compared = versions, list(current.values())
 
 
 def _in_own_dtypes(parameters: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

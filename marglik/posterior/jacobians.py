@@ -175,7 +175,6 @@ class JacobianCovariance:
         classes: Int[Tensor, "*chosen K"] | None = None,
         *,
         variance_only: bool = False,
-        shifts: Float[Tensor, "D"] | None = None,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
         """Return outputs and covariances for a batch; see `OutputCovariance`."""
         check_not_empty(x)
@@ -188,11 +187,7 @@ class JacobianCovariance:
             index = columns.to(f.device)
             f = f.gather(1, index)
             J = J.gather(1, index[..., None].expand(*index.shape, J.shape[-1]))
-        J = at_least_float32(J)
-        if shifts is None:
-            covariance = self._precision.square_form(J, diagonal=variance_only)
-        else:
-            covariance = self._precision.square_forms(J, shifts, diagonal=variance_only)
+        covariance = self._precision.square_form(at_least_float32(J), diagonal=variance_only)
         return f.unflatten(0, shape), covariance.unflatten(0, shape)
 
     def joint(

@@ -24,13 +24,13 @@ from kfac_backend.blocks.block import (
     decompose,
 )
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.covariance.last_layer import LastLayerCovariance, LastLayerInput
+from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import corrected_factors
-from kfac_backend.engine.batches import check_read_twice, detached, to_device
-from kfac_backend.engine.model_calls import call_with, preserve_state, swapped_parameters
+from kfac_backend.engine.batches import check_read_twice, to_device
+from kfac_backend.engine.model_calls import call_with
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import check_finite
 from kfac_backend.likelihoods import Likelihood, likelihood_of
@@ -58,9 +58,9 @@ class Posterior:
     `fit` computes the curvature H and takes θ* from the model; `restore` does the same with
     existing factors. All other quantities are computed on first use and cached: evidence terms,
     eigenvectors, and functions for output covariances. A new fit clears the cache. A new δ, σ or T
-    keeps eigenvalues and eigenvectors, which depend only on H, and what is proved of the network.
-    It hides the calibrations, which belong to the former values. It is therefore cheap to try many
-    hyperparameters; for many values of δ at once see `output_distributions`.
+    keeps eigenvalues and eigenvectors, which depend only on H. It clears the covariance functions
+    and hides the calibrations, which belong to the former values. It is therefore cheap to try many
+    hyperparameters.
 
     A posterior belongs to the weights at which it was fitted. If the network has other weights,
     evidence, samples and predictions raise an error, see `check_weights`. Constant entries, such as
@@ -310,10 +310,7 @@ class Posterior:
     @property
     def _hyperparameters(self) -> tuple:
         """Hyperparameters of the covariance, as values that can be compared."""
-        return self._at(self._prior_precision)
-
-    def _at(self, prior_precision: Tensor) -> tuple:
-        return tuple(prior_precision.tolist()), self._sigma_noise.item(), self.temperature
+        return tuple(self._prior_precision.tolist()), self._sigma_noise.item(), self.temperature
 
     @property
     def calibrations(self) -> dict[str, dict[str, Any]]:
@@ -737,7 +734,7 @@ class Posterior:
         """
         curvature = self.fitted_curvature(any_weights=any_weights)
 
-        def make(former: Precision | None = None) -> Precision:
+        def make() -> Precision:
             if isinstance(curvature, KroneckerFactors):
                 constants = {name: block.constants for name, block in curvature.blocks.items()}
                 blocks = self.precision_blocks(any_weights=any_weights)
@@ -749,28 +746,22 @@ class Posterior:
             return make()  # with its graph, which belongs to this call
         return self._cached("precision", make)
 
-    def _precision_of(self, curvature: JacobianGGN, delta: Tensor | None = None) -> Precision:
+    def _precision_of(self, curvature: JacobianGGN) -> Precision:
         scale = 1 / (self.sigma_noise.double().square() * self.temperature)
-        delta = self.precision_per_block(self.prior_precision if delta is None else delta)
+        delta = self.precision_per_block(self.prior_precision)
         among = torch.isin(self._ggn_indices(), curvature.indices)
         return curvature.precision(delta[among], scale, at_least_float32(self.mean))
 
     def precision_blocks(
-        self,
-        names: Collection[str] | None = None,
-        *,
-        any_weights: bool = False,
-        prior_precision: Tensor | None = None,
+        self, names: Collection[str] | None = None, *, any_weights: bool = False
     ) -> dict[str, tuple[EigenBlock, Tensor]]:
         """Return eigenvectors and eigenvalues of each block of H/(σ²T) + P₀ by parameter name.
 
         ``names`` restricts the parameters, which saves the other decompositions.
-        ``prior_precision`` replaces the posterior's and may be 0.
         """
         factors = self.fitted_factors(any_weights=any_weights)
         scale = 1 / (self.sigma_noise.square() * self.temperature)
-        delta = self.prior_precision if prior_precision is None else prior_precision
-        delta = delta.expand(len(factors))
+        delta = self.prior_precision.expand(len(factors))
         names = set(factors.blocks if names is None else names)
         self._decompose([b for n, b in factors.blocks.items() if n in names - self._eigen.keys()])
         blocks = {}
@@ -865,36 +856,14 @@ class Posterior:
         """
         check_whole(self.model, "The network at other parameters")
         x = to_device(x, self._device)
-        values = {
-            name: value.to(p.dtype)
-            for (name, value), p in zip(self.named(samples).items(), self.params, strict=True)
-        }
-        with eval_mode(self.model):
-            outputs = self._last_layer_outputs(x, values)
-            if outputs is None:
-                with swapped_parameters(self.model, values) as swap:
-                    outputs = []
-                    for s in range(len(samples)):
-                        swap({name: value[s] for name, value in values.items()})
-                        outputs.append(at_least_float32(call_with(self.model, None, x)))
-                    outputs = torch.stack(outputs)
-        return at_least_float32(outputs)
 
-    def _last_layer_outputs(self, x: Any, values: dict[str, Tensor]) -> Tensor | None:
-        """Return outputs at values of the only trainable layer, if it is linear and the last."""
-        learning = trainable_layers(self.model)
-        if len(learning) > 1 or (torch.is_grad_enabled() and self.enable_backprop):
-            return None
-        layer = self.model.get_submodule(learning[0])
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        own = {local: names[id(p)] for local, p in layer.named_parameters(recurse=False)}
-        parameters = {local: name for local, name in own.items() if name in values}
-        last = LastLayerInput(self.model, learning[0], parameters, alone=True)
-        with torch.inference_mode(False):
-            outputs = last.outputs_at(
-                detached(x, self._device), {k: values[n] for k, n in parameters.items()}
-            )
-        return outputs
+        def outputs(sample: Tensor) -> Tensor:
+            named = zip(self.named(sample).items(), self.params, strict=True)
+            values = {name: value.to(p.dtype) for (name, value), p in named}
+            return at_least_float32(call_with(self.model, values, x))
+
+        with eval_mode(self.model):
+            return torch.stack([outputs(sample) for sample in samples])
 
     def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
         """Return parameter vectors as tensors in the shapes of the parameters, by name."""
@@ -946,33 +915,6 @@ class Posterior:
         check_finite(self.model, f, x)
         return f, covariance
 
-    def output_distributions(
-        self, x: Any, prior_precisions: Float[Tensor, "D"], *, variance_only: bool = False
-    ) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "D N *rest"]]:
-        """Return outputs f and their covariances at each of D values of a single δ.
-
-        All that does not depend on δ is computed once: a grid of a hundred values takes little more
-        time than one of them. The posterior's own δ stays.
-
-        Args:
-            x: inputs, see `output_distribution`.
-            prior_precisions: values of δ for all parameters.
-            variance_only: whether to return the variances (D, N, ..., C).
-
-        Raises:
-            AttributeError: the posterior is not fitted.
-            ValueError: a δ is not positive, the outputs contain NaN or infinity, or the network has
-                other weights.
-        """
-        check_positive("prior_precisions", prior_precisions)
-        self.check_weights()
-        shifts = self._as_hyperparameter(prior_precisions.detach())
-        with eval_mode(self.model):
-            covariance_of = self._output_covariance(x, "all", torch.zeros_like(shifts[:1]))
-            f, covariances = covariance_of(x, variance_only=variance_only, shifts=shifts)
-        check_finite(self.model, f, x)
-        return f, covariances.movedim(f.dim() - 1, 0)
-
     def joint_output_distribution(
         self, x: Float[Tensor, "*T q d"], classes: list[int] | None = None
     ) -> tuple[Float[Tensor, "*T q K"], Float[Tensor, "*T q_K q_K"]]:
@@ -1000,7 +942,7 @@ class Posterior:
         self.check_weights()
         sets = x.to(next(self.model.parameters()).dtype).reshape(-1, *x.shape[-2:])
 
-        def make(former: Any) -> OutputCovariance | JacobianCovariance:
+        def make() -> OutputCovariance | JacobianCovariance:
             if self.structure == "kron":
                 return OutputCovariance(self.model, self.precision_blocks())
             return self._jacobian_covariance()
@@ -1012,82 +954,62 @@ class Posterior:
         return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)
 
     def _output_covariance(
-        self, x: Any, layers: Layers, prior_precision: Tensor | None = None
+        self, x: Any, layers: Layers
     ) -> OutputCovariance | LastLayerCovariance | JacobianCovariance:
-        """Return the function for output covariances, at another δ than the present if given."""
-        delta = prior_precision
+        """Return the function for output covariances at the current hyperparameters."""
 
-        def make(former: Any) -> OutputCovariance | LastLayerCovariance | JacobianCovariance:
+        def make() -> OutputCovariance | LastLayerCovariance | JacobianCovariance:
             by_jacobians = self.structure != "kron" or self.enable_backprop
             learning = trainable_layers(self.model)
             alone = len(learning) == 1
             if layers == "all" and by_jacobians:
-                return self._jacobian_covariance(delta=delta)
+                return self._jacobian_covariance()
             if layers == "all" and not alone:
-                blocks = self.precision_blocks(prior_precision=delta)
-                if isinstance(former, OutputCovariance):  # keeps the proof of the model
-                    former.precision = blocks
-                    return former
-                return OutputCovariance(self.model, blocks)
+                return OutputCovariance(self.model, self.precision_blocks())
             last = learning[0] if alone else last_layer(self.model, x)
             # A block has the first name of a tied parameter.
             own = {id(p) for p in self.model.get_submodule(last).parameters()}
             names = {name for name, p in self.model.named_parameters() if id(p) in own}
             if by_jacobians:
-                return self._jacobian_covariance(names, None if alone else last, delta)
-            blocks = self.precision_blocks(names, prior_precision=delta)
-            if isinstance(former, LastLayerCovariance) and former.name == last:
-                former.precision = blocks
-                return former
+                return self._jacobian_covariance(names, None if alone else last)
+            blocks = self.precision_blocks(names)
             return LastLayerCovariance(self.model, last, blocks, alone=alone)
 
-        return self._cached(layers, make, prior_precision)
+        return self._cached(layers, make)
 
     def _jacobian_covariance(
-        self,
-        names: Collection[str] | None = None,
-        layer: str | None = None,
-        delta: Tensor | None = None,
+        self, names: Collection[str] | None = None, layer: str | None = None
     ) -> JacobianCovariance:
         """Return the function for output covariances from Jacobians.
 
         Args:
             names: names of the uncertain parameters, None for all.
             layer: the layer in which they are uncertain, None for all layers that use them.
-            delta: another δ than the posterior's.
         """
-        indices, curvature = self._ggn_indices(), self.fitted_curvature()
+        indices, precision = self._ggn_indices(), self.precision()
         if names is not None:
             is_uncertain = [name in names for name in trainable_parameters(self.model)]
             chosen = torch.tensor(is_uncertain, device=self._device)[self._tensor_of(indices)]
-            indices = indices[chosen]
-            curvature = curvature.restrict(chosen) if isinstance(curvature, JacobianGGN) else None
-        if names is None and delta is None:
-            precision = self.precision()
-        elif isinstance(curvature, JacobianGGN):
-            precision = self._precision_of(curvature, delta)
-        else:
-            precision = KroneckerPrecision(self.precision_blocks(names, prior_precision=delta))
+            indices, curvature = indices[chosen], self.fitted_curvature()
+            if isinstance(curvature, JacobianGGN):
+                precision = self._precision_of(curvature.restrict(chosen))
+            else:
+                precision = KroneckerPrecision(self.precision_blocks(names))
         return JacobianCovariance(self.model, indices, precision, self.enable_backprop, layer)
 
-    def _cached(
-        self, key: Any, make: Callable[[T | None], T], prior_precision: Tensor | None = None
-    ) -> T:
+    def _cached(self, key: Any, make: Callable[[], T]) -> T:
         """Return a function for covariances, cached until a hyperparameter or option changes.
 
         It holds the inverse precision in the eigenbasis, and must work with autograd later, even if
-        this call is under inference_mode. ``make`` gets the former function of the same factors.
+        this call is under inference_mode.
         """
         # Drop results of other factors. The caller has checked the weights.
         self.fitted_curvature(any_weights=True)
-        delta = self._prior_precision if prior_precision is None else prior_precision
-        state = self._at(delta), self.enable_backprop
-        former_state, of_factors = self._covariances.pop(key, (None, None))
-        if former_state != state:
+        state = self._hyperparameters, self.enable_backprop
+        if key not in self._covariances or self._covariances[key][0] != state:
             with torch.inference_mode(False), torch.no_grad():
-                of_factors = make(of_factors)
-        self._covariances[key] = state, of_factors
-        return of_factors  # pyright: ignore[reportReturnType]
+                self._covariances[key] = state, make()
+        return self._covariances[key][1]
 
 
 def _checked(indices: Any, number: int) -> Tensor:
@@ -1142,7 +1064,7 @@ def last_layer(model: nn.Module, x: Any) -> str:
         ValueError: no layer with trainable parameters runs.
     """
     ran: list[str] = []
-    with preserve_state(model), torch.no_grad(), eval_mode(model):  # removes the hooks
+    with torch.no_grad(), eval_mode(model):  # removes the hooks as well
         for name in trainable_layers(model):
             layer = model.get_submodule(name)
             layer.register_forward_pre_hook(lambda *_, name=name: ran.append(name))

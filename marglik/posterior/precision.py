@@ -89,17 +89,6 @@ class Precision(ABC):
         solved = self.solve(J)
         return (solved * J).sum(-1) if diagonal else solved @ J.mT
 
-    @abstractmethod
-    def shift(self, delta: Tensor) -> "Precision":
-        """Return the matrix plus δI."""
-
-    def square_forms(
-        self, J: Float[Tensor, "*N C P"], shifts: Float[Tensor, "D"], diagonal: bool = False
-    ) -> Float[Tensor, "..."]:
-        """Return `square_form` for the matrix plus each of D numbers times I, (..., D, C, C)."""
-        forms = [self.shift(delta).square_form(J, diagonal) for delta in shifts]
-        return torch.stack(forms, J.dim() - 2)
-
     def _noise(self, rows: int, columns: int, generator: torch.Generator | None) -> Tensor:
         like = self.example
         return torch.randn(rows, columns, device=like.device, dtype=like.dtype, generator=generator)
@@ -151,11 +140,6 @@ class KroneckerPrecision(Precision):
             first += eigen.numel
         return changes
 
-    def shift(self, delta: Tensor) -> "KroneckerPrecision":
-        """Return the operator with shifted eigenvalues."""
-        blocks = {name: (eigen, s + delta) for name, (eigen, s) in self.blocks.items()}
-        return KroneckerPrecision(blocks, self.constants)
-
     def diagonal(self) -> Tensor:
         """Return the diagonal, block by block."""
         return torch.cat([eigen.diagonal(s) for eigen, s in self.blocks.values()])
@@ -181,25 +165,6 @@ class DensePrecision(Precision):
     def __init__(self, H: Tensor, delta: Tensor, example: Tensor) -> None:
         self._matrix = H + torch.diag(delta)
         self.size, self.example = len(delta), example
-
-    def shift(self, delta: Tensor) -> "DensePrecision":
-        """Return the matrix with a shifted diagonal."""
-        return DensePrecision(self._matrix, delta.expand(self.size), self.example)
-
-    def square_forms(self, J: Tensor, shifts: Tensor, diagonal: bool = False) -> Tensor:
-        """Return the forms by one eigendecomposition for all shifts."""
-        rows, shifts = J.to(self._matrix) @ self._eigen[1], shifts.to(self._matrix)
-        inverses = (self._eigen[0].clamp(min=0) + shifts[:, None]).reciprocal()  # (D, P)
-        if diagonal:
-            return (rows.square() @ inverses.mT).mT.to(J)
-        forms = [(rows * inverse) @ rows.mT for inverse in inverses]
-        return torch.stack(forms, J.dim() - 2).to(J)
-
-    @cached_property
-    @torch.inference_mode(False)  # cached for calls with autograd
-    def _eigen(self) -> tuple[Tensor, Tensor]:
-        values, Q = torch.linalg.eigh(self._matrix)
-        return values, Q
 
     @cached_property
     @torch.inference_mode(False)  # cached for calls with autograd
@@ -237,7 +202,7 @@ class DiagonalPrecision(Precision):
 
     def __init__(self, H: Tensor, delta: Tensor, example: Tensor) -> None:
         self._diagonal = H + delta
-        self.size, self.example = len(self._diagonal), example
+        self.size, self.example = len(delta), example
 
     def matvec(self, v: Tensor) -> Tensor:
         """Return the product, entry by entry."""
@@ -255,10 +220,6 @@ class DiagonalPrecision(Precision):
         """Return ε divided by the roots."""
         noise = self._noise(n_samples, self.size, generator)
         return noise * self._diagonal.rsqrt().to(noise)
-
-    def shift(self, delta: Tensor) -> "DiagonalPrecision":
-        """Return the shifted diagonal."""
-        return DiagonalPrecision(self._diagonal, delta, self.example)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal itself."""
@@ -310,10 +271,6 @@ class LowRankPrecision(Precision):
         return self.solve(
             of_prior * self._delta.sqrt().to(of_prior) + of_rows @ self._R.to(of_rows)
         )
-
-    def shift(self, delta: Tensor) -> "LowRankPrecision":
-        """Return the operator with a shifted prior."""
-        return LowRankPrecision(self._R, self._delta + delta, self.example)
 
     def diagonal(self) -> Tensor:
         """Return the diagonal, in O(K P)."""

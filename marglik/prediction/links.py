@@ -12,8 +12,7 @@ the outputs. Source of the split: Depeweg et al. 2018 (arXiv:1710.07283).
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,11 +34,7 @@ is four times as large."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for N inputs. Sequences have N·R rows, or axes (N, R) instead of (N,).
-
-    With the link "probit", both parts of the uncertainty are computed from samples when one of them
-    is first read. Until then the prediction holds the outputs' covariances.
-    """
+    """Predictions for N inputs. Sequences have N·R rows, or axes (N, R) instead of (N,)."""
 
     mean: Float[Tensor, "N C"]
     """Class probabilities, the probability of a one for each output (Bernoulli), or the mean."""
@@ -48,33 +43,6 @@ class Prediction:
     (N, C) for regression."""
     epistemic: Tensor
     """Uncertainty about the parameters: mutual information or variance, shaped as ``aleatoric``."""
-
-    @classmethod
-    def with_later_split(
-        cls, mean: Float[Tensor, "N C"], split: "Callable[[], Prediction]"
-    ) -> "Prediction":
-        """Return a prediction whose uncertainty is split when it is first read.
-
-        Args:
-            mean: the mean.
-            split: returns a prediction with both parts of the uncertainty.
-        """
-        prediction = object.__new__(cls)
-        vars(prediction).update(mean=mean, _split=split)
-        return prediction
-
-    def __getattr__(self, name: str) -> Tensor:
-        """Compute both parts of the uncertainty, which are not there yet."""
-        if name not in ("aleatoric", "epistemic") or "_split" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        split = vars(self)["_split"]()
-        vars(self).update(aleatoric=split.aleatoric, epistemic=split.epistemic)
-        del vars(self)["_split"]
-        return vars(self)[name]
-
-    def __getstate__(self) -> dict[str, Tensor]:
-        """Return the three tensors, for pickle and copies."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def total_uncertainty(self) -> Tensor:
@@ -216,7 +184,8 @@ def predict_from_outputs(
         return Prediction(
             *_moments(likelihood, outputs, torch.zeros_like(outputs), _tensor(sigma_noise))
         )
-    p = _probabilities(outputs, likelihood, label_noise)
+    p = likelihood.log_probabilities(outputs).exp()
+    p = (1 - label_noise) * p + label_noise / p.shape[-1]
     entropies = torch.special.entr(p).sum(-1)
     if weights is None:
         mean, aleatoric = p.mean(0), entropies.mean(0)
@@ -225,20 +194,6 @@ def predict_from_outputs(
     # The mutual information is not negative, except for rounding.
     epistemic = (torch.special.entr(mean).sum(-1) - aleatoric).clamp(min=0)
     return Prediction(mean if likelihood.kind == "classes" else mean[..., 1], aleatoric, epistemic)
-
-
-def mean_from_outputs(
-    f: Float[Tensor, "N C"], likelihood: Likelihood, label_noise: float = 0.0
-) -> Float[Tensor, "N C"]:
-    """Return the mean of `predict_from_outputs` for classes or binary outputs of one network."""
-    p = _probabilities(f, likelihood, label_noise)
-    return p if likelihood.kind == "classes" else p[..., 1]
-
-
-def _probabilities(outputs: Tensor, likelihood: Likelihood, label_noise: float) -> Tensor:
-    """Of each class (..., K), or of zero and one for each binary output (..., C, 2)."""
-    p = likelihood.log_probabilities(outputs).exp()
-    return (1 - label_noise) * p + label_noise / p.shape[-1] if label_noise else p
 
 
 def predict_from_gaussian(
@@ -283,19 +238,16 @@ def predict_from_gaussian(
     if likelihood.kind == "continuous":
         sigma = sigma_noise if calibration.sigma_noise is None else calibration.sigma_noise
         return Prediction(*likelihood.moments(f, variance, _tensor(sigma)))
-
-    def by_samples() -> Prediction:
-        sampled, weights = torch.zeros_like(f[None]), None
-        if scale:
-            sampled, weights = deviations(covariance, likelihood, noise)
-        outputs = f + math.sqrt(scale) / temperature * sampled
-        return predict_from_outputs(outputs, likelihood, 1.0, weights, label_noise)
-
+    sampled, weights = (
+        deviations(covariance, likelihood, noise) if scale else (torch.zeros_like(f[None]), None)
+    )
+    outputs = f + math.sqrt(scale) / temperature * sampled
+    by_samples = predict_from_outputs(outputs, likelihood, 1.0, weights, label_noise)
     if link == "mc" or not likelihood.has_probit:
-        return by_samples()
-    # The samples take most of the time of one input, and many readers want the mean alone.
-    mean = mean_from_outputs(probit_outputs(f, variance), likelihood, label_noise)
-    return Prediction.with_later_split(mean, by_samples)
+        return by_samples
+    outputs = probit_outputs(f, variance)[None]
+    by_probit = predict_from_outputs(outputs, likelihood, label_noise=label_noise)
+    return replace(by_samples, mean=by_probit.mean)
 
 
 def negative_log_scores(

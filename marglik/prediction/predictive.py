@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
-from kfac_backend.engine.batches import (
-    each_batch,
-    example_shapes,
-    examples,
-    num_examples,
-    split_batch,
-    to_device,
-)
+from kfac_backend.engine.batches import each_batch, examples, num_examples, split_batch, to_device
 from kfac_backend.engine.model_calls import call_with
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task, check_finite
@@ -352,10 +345,10 @@ def laplace_predictive(
             sigma_noise = used.sigma_noise or sigma
             return predict_from_outputs(outputs, likelihood, sigma_noise, label_noise=label_noise)
 
-        predict: Predictive = eval_mode(model)(of_networks)
+        predict: Predictive = of_networks
     else:
         predict = _from_covariances(laplace, config, generator, used, label_noise)
-    predict = torch.no_grad()(predict)
+    predict = eval_mode(model)(torch.no_grad()(predict))
     assert config.layers != "auto"
     module = module_maker(laplace, config.method, config.layers, used, label_noise)
     return ModelPredictive(
@@ -403,17 +396,10 @@ def _from_covariances(
             f, covariance, likelihood, link, noise, laplace.sigma_noise, calibration, label_noise
         )
 
-    shapes: dict[Any, torch.Size] = {}  # of an input and its output, which are asked for once
-
     def predict(x: Any) -> Prediction:
         N = num_examples(x)
-        shape = example_shapes(x)
-        if shape is None or shape not in shapes:
-            one = x if N is None else examples(x, slice(1))
-            laplace.check_weights()
-            with eval_mode(laplace.model):
-                shapes[shape] = outputs_of(laplace.model, one).shape[1:]
-        *axes, C = shapes[shape]
+        one = x if N is None else examples(x, slice(1))
+        *axes, C = outputs_of(laplace.model, one).shape[1:]
         config.check_cost(math.prod(axes), C, likelihood)
         if not axes:
             return of_some(x)

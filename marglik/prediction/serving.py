@@ -19,7 +19,7 @@ from kfac_backend.engine.model_calls import close, logits_of
 from kfac_backend.likelihoods import Likelihood
 from kfac_backend.precision import at_least_float32
 from marglik.posterior.posterior import Layers, Posterior, last_layer, trainable_layers
-from marglik.prediction.links import Calibration, mean_from_outputs, probit_outputs
+from marglik.prediction.links import Calibration, predict_from_outputs, probit_outputs
 
 __all__ = ["PredictiveModule"]
 
@@ -99,8 +99,9 @@ class PredictiveModule(nn.Module):
         if self.likelihood.kind == "continuous":
             mean, noise, spread = self.likelihood.moments(f, variance, self.sigma_noise)
             return mean, noise + spread
-        f = probit_outputs(f, variance)
-        return mean_from_outputs(f, self.likelihood, self.label_noise), variance
+        outputs = probit_outputs(f, variance)[None]
+        prediction = predict_from_outputs(outputs, self.likelihood, label_noise=self.label_noise)
+        return prediction.mean, variance
 
 
 class _WithVariances(nn.Module):

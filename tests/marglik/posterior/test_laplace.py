@@ -73,50 +73,6 @@ def test_sampled_networks_leave_mean_and_parameters_apart():
     assert len({p.untyped_storage().data_ptr() for p in la.params}) == 6
 
 
-class Recurrent(nn.Module):
-    """An LSTM, which keeps a list of its weights, and a layer that is used twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.last = nn.LSTM(16, 3, batch_first=True), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.last(self.last(self.lstm(x.flatten(2))[0][:, -1]).tanh())
-
-
-NETWORKS = {
-    # name: (the network, whether only its last layer learns)
-    "all layers": (network, False),
-    "last layer": (network, True),
-    "pixels": (lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 3, 2)), True),
-    "behind another": (lambda: nn.Sequential(network(), nn.LogSoftmax(-1)), True),
-    "used twice": (Recurrent, True),
-    "recurrent": (Recurrent, False),
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_networks_at_samples_are_those_with_these_parameters(name):
-    make, is_last = NETWORKS[name]
-    torch.manual_seed(0)
-    model, x = make().double().eval(), data()[0]
-    layers = [layer for layer in model.modules() if [*layer.parameters(recurse=False)]]
-    for layer in layers[:-1] if is_last else []:
-        layer.requires_grad_(False)
-    la = Posterior(model, "regression")
-    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    samples = torch.randn(3, sum(p.numel() for p in learned.values())).double()
-    expected = []
-    for sample in samples:
-        parts = sample.split([p.numel() for p in learned.values()])
-        values = {n: v.view_as(p) for (n, p), v in zip(learned.items(), parts, strict=True)}
-        expected.append(torch.func.functional_call(model, values, (x,)).detach())
-    before = model(x)
-    assert_close(la.network_outputs(samples, x), torch.stack(expected))
-    assert torch.equal(model(x), before)
-    assert (expected[0] - expected[1]).norm() > 0.1 * expected[0].norm()
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -8,7 +8,6 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.engine.proof import Proof
 from marglik import Posterior
 from tests.marglik.posteriors import DELTAS, by_jacobians, data, fitted
 
@@ -45,49 +44,6 @@ def test_a_second_fit_is_seen_and_eigenvectors_are_kept(monkeypatch):
     twice = la.output_distribution(x)[1]
     assert (twice - before).norm() > 0.01 * before.norm()
     assert_close(twice, by_jacobians(la, x))
-
-
-def of_structure(name):
-    """A posterior with Kronecker factors, of all layers or of one, or one from Jacobians."""
-    if name == "kron":
-        return fitted("regression", sigma_noise=0.7, temperature=0.5)
-    if name == "last":
-        la, x = fitted(prior_precision=2.0)
-        for layer in la.model[:-1]:
-            layer.requires_grad_(False)
-        return fitted(model=la.model, prior_precision=2.0)
-    if name == "tied":
-        return tied("kron", prior_precision=2.0)
-    structure, _, backprop = name.partition(", ")
-    return fitted(structure=structure, prior_precision=0.7, enable_backprop=bool(backprop))
-
-
-@pytest.mark.parametrize("variance_only", [False, True])
-@pytest.mark.parametrize("name", ["kron", "last", "tied", "full", "diag", "lowrank", "kron, graph"])
-def test_a_grid_of_priors_is_each_of_them(name, variance_only):
-    la, x = of_structure(name)
-    own = la.prior_precision.clone()
-    before = la.output_distribution(x)[1]
-    grid = torch.tensor([1e-4, 0.3, 20.0, 1e4], dtype=torch.float64)
-    f, found = la.output_distributions(x, grid, variance_only=variance_only)
-    assert torch.equal(la.prior_precision, own)
-    assert_close(la.output_distribution(x)[1], before)  # at the posterior's own prior again
-    for delta, covariance in zip(grid, found, strict=True):
-        la.prior_precision = delta
-        expected = la.output_distribution(x, variance_only=variance_only)
-        assert_close((f, covariance), expected, rtol=1e-7, atol=1e-12)
-    assert (found[0] - found[1]).norm() > 0.1 * found[1].norm()  # negative control
-    with pytest.raises(ValueError, match="prior_precisions must be positive"):
-        la.output_distributions(x, torch.zeros(2))
-
-
-def test_what_is_proved_of_a_model_stays_at_another_prior(monkeypatch):
-    la, x = fitted()
-    la.output_distribution(x)
-    monkeypatch.setattr(Proof, "make", lambda *_: pytest.fail("another proof"))
-    for delta in (0.3, 3.0):
-        la.prior_precision = delta
-        assert_close(la.output_distribution(x)[1], by_jacobians(la, x))
 
 
 class UsesItsHead(nn.Module):

@@ -2,9 +2,6 @@
 
 import itertools
 import math
-import pickle
-from copy import deepcopy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from scipy import linalg, special, stats
 from torch.testing import assert_close
 
 from kfac_backend.likelihoods import Classification
-from marglik.prediction import links
 from marglik.prediction.links import Calibration, deviations, predict_from_outputs
 from tests.marglik.prediction.gaussians import entropy, gaussians, predict
 
@@ -64,22 +60,6 @@ def test_mc_and_probit_by_loops():
     assert_close((probit.aleatoric, probit.epistemic), (p.aleatoric, p.epistemic))
     assert_close(p.total_uncertainty, p.entropy)
     assert (probit.total_uncertainty - probit.entropy).abs().max() > 1e-3  # as is said there
-
-
-def test_the_split_of_probit_is_computed_once_and_survives_pickle(monkeypatch):
-    f, covariance = gaussians(3)
-    expected, calls = predict(f, covariance, link="mc"), []
-    sampled = links.deviations
-    monkeypatch.setattr(links, "deviations", lambda *a: calls.append(a) or sampled(*a))
-    found = predict(f, covariance, link="probit")
-    assert not calls  # the mean has a closed form
-    for same in (found, pickle.loads(pickle.dumps(found)), deepcopy(found), replace(found)):
-        assert_close(same.aleatoric, expected.aleatoric)
-        assert_close(same.epistemic, expected.epistemic)
-        assert torch.equal(same.mean, found.mean)
-    assert len(calls) == 1
-    with pytest.raises(AttributeError, match="no attribute 'variance'"):
-        _ = predict(f, covariance, link="probit").variance
 
 
 def test_mc_does_not_turn_with_rounding():

@@ -118,25 +118,21 @@ def test_map_is_the_networks_own_prediction(likelihood):
         assert (predictive(flat)(x).mean - p.mean).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failure_leaves_weights_modes_and_hooks(kind, training):
+def test_a_failure_leaves_weights_modes_and_hooks(kind):
     la, x = fitted()
-    la.model.train(training)[2].eval()
+    la.model.train()[2].eval()
 
     def fails(*_):
         raise KeyboardInterrupt
 
     before = {name: value.clone() for name, value in la.model.state_dict().items()}
     modes = [module.training for module in la.model.modules()]
-    parameters = [*la.model.parameters()]
     predict = of_kind(la, kind)
     handle = la.model[-1].register_forward_hook(fails)
-    for call in (predict, lambda x: la(x, pred_type="nn", link_approx="mc", n_samples=2)):
-        with pytest.raises(KeyboardInterrupt):
-            call(x)
+    with pytest.raises(KeyboardInterrupt):
+        predict(x)
     handle.remove()
-    assert all(a is b for a, b in zip(la.model.parameters(), parameters, strict=True))
     assert [module.training for module in la.model.modules()] == modes
     assert all(torch.equal(value, before[n]) for n, value in la.model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in la.model.modules())
