@@ -207,6 +207,16 @@ def thirds(names: list[str], dice: int) -> tuple[list[str], list[str]]:
     return some, [name for name in names if name not in some]
 
 
+def check_biases(case: Case, made: Built) -> None:
+    """Raise Refused for a function's bias beside a frozen weight, which has its exact block."""
+    if any(layer.use == "functional" for layer in case.net.layers):
+        trained = {name: p.requires_grad for name, p in made.model.named_parameters()}
+        for name in filter(trained.get, trained):
+            weight = name.removesuffix("bias") + "weight"
+            if name.endswith(".bias") and not trained.get(weight, True):
+                raise Refused(f"'{name}' has its exact block, since the weight beside it is frozen")
+
+
 @relation(8, batches=ONE)
 def functional_is_module(case: Case) -> None:
     """A weight that a function multiplies with has the block of a module's."""
@@ -217,12 +227,7 @@ def functional_is_module(case: Case) -> None:
 
     layers = tuple(map(plain, case.net.layers))
     made, expected = case.build(), replace(case, net=replace(case.net, layers=layers)).build()
-    if any(layer.use == "functional" for layer in case.net.layers):
-        trained = {name: p.requires_grad for name, p in made.model.named_parameters()}
-        for name in filter(trained.get, trained):
-            weight = name.removesuffix("bias") + "weight"
-            if name.endswith(".bias") and not trained.get(weight, True):
-                raise Refused(f"'{name}' has its exact block, since the weight beside it is frozen")
+    check_biases(case, made)
     same_factors(factors_of(made), factors_of(expected))
 
 
@@ -385,6 +390,7 @@ def blocks_are_the_definitions(case: Case) -> None:
     if case.counts and any(layer.kind == "Conv" for layer in case.net.layers):
         raise Impossible  # a mask says nothing about layers whose channels come first
     made = case.build()
+    check_biases(case, made)
     found = factors_of(made)
     (batch,), model = made.batches, deepcopy(made.model)
     for module in model.modules():
