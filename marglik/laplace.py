@@ -1,9 +1,9 @@
-"""`Laplace`: laplace-torch's interface, with the same names, without laplace-torch.
+"""`Laplace`: Laplace approximations with the names and arguments of laplace-torch.
 
-It returns a `Posterior` with these calls. The posterior uses Kronecker factors, or, from Jacobians,
-the whole GGN, its diagonal or its largest eigenpairs, for small networks, last layers and
-subnetworks. If a call means the same, its numbers are laplace-torch's. docs/laplace-torch.md has a
-table of the calls, each of which is tested on both libraries.
+The module does not import laplace-torch. `Laplace` returns a `Posterior` that also has the methods
+of laplace-torch. The curvature has Kronecker factors. For small networks, last layers and
+subnetworks it may also be the whole GGN, its diagonal or its largest eigenpairs, from Jacobians.
+Calls with the same meaning return the same numbers, see the table in docs/laplace-torch.md.
 """
 
 import math
@@ -61,9 +61,9 @@ SAVED = (
     *("prior_precision", "prior_mean", "sigma_noise", "temperature"),
     *("mean", "indices", "structure", "sample_size", "fingerprints"),
 )
-"""Attributes in a state, in addition to the fit and the parameters' names."""
+"""Attributes that `state_dict` saves, in addition to the fit and the names of the parameters."""
 NO_EFFECT = {"damping": False, "asdl_fisher_kwargs": None}
-"""Arguments of laplace-torch that are accepted only with these values."""
+"""Arguments of laplace-torch that are accepted only with these values, which have no effect."""
 
 
 def Laplace(  # noqa: N802  # as laplace-torch's function
@@ -74,22 +74,22 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
     *arguments: Any,
     **options: Any,
 ) -> "ParametricLaplace":
-    """Return a Laplace approximation with laplace-torch's interface; otherwise a `Posterior`.
+    """Return a Laplace approximation: a `Posterior` with the interface of laplace-torch.
 
-    There are three differences. N is the number of examples that were read, not the length of the
-    loader's data set. The model keeps its mode and its parameters through every call. A temperature
-    T divides the whole log-likelihood, including regression's normaliser.
+    There are three differences from laplace-torch. N is the number of examples that were read, not
+    the length of the loader's data set. No call changes the mode or the parameters of the model. A
+    temperature T divides the whole log-likelihood, including the normaliser of regression.
 
     Args:
-        model: the network at its MAP parameters, which is not copied; frozen parameters have no
+        model: the network at its MAP parameters. It is not copied. Frozen parameters have no
             posterior.
         likelihood: "classification", "regression", "reward_modeling", or another of
             `kfac_backend.likelihoods`.
-        subset_of_weights: "last_layer", "all" trainable parameters, or a "subnetwork" of these; the
-            others are constants.
+        subset_of_weights: parameters with a posterior: "last_layer", "all" trainable ones, or a
+            "subnetwork". Other parameters are constants.
         hessian_structure: "kron", or, from Jacobians, "diag", "full" (P, P) and "lowrank".
-        arguments: further positional arguments of `ParametricLaplace`, σ first, as in
-            laplace-torch, whose classes for subnetworks and low rank have another order.
+        arguments: further positional arguments of `ParametricLaplace`, with σ first. The classes
+            of laplace-torch for subnetworks and low rank have another order.
         options: arguments of `ParametricLaplace`.
 
     Raises:
@@ -114,15 +114,15 @@ def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str
     """Return ``fisher`` and other options of `CurvatureOptions` for a backend of laplace-torch.
 
     The base class of a backend determines its matrix: the GGN or the empirical Fisher. kfac_backend
-    computes this matrix, whichever library would compute it in laplace-torch.
+    computes this matrix for all backends, including those based on another library.
 
     Args:
-        backend: `KfacGGN`, `KfacEF`, or one of laplace-torch's; None is the GGN.
-        options: its keywords; laplace-torch's ``stochastic`` and ``num_samples`` mean
+        backend: `KfacGGN`, `KfacEF`, or a backend of laplace-torch; None is the GGN.
+        options: keywords of the backend. ``stochastic`` and ``num_samples`` of laplace-torch select
             ``fisher="mc"``.
 
     Raises:
-        ValueError: the backend has another matrix.
+        ValueError: the backend computes neither the GGN nor the empirical Fisher.
     """
     options = dict(options)
     stochastic, samples = options.pop("stochastic", False), options.pop("num_samples", 1)
@@ -146,7 +146,7 @@ def fisher_of_backend(backend: type | None, options: dict[str, Any]) -> dict[str
 
 
 def _with_others_frozen(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return a copy that shares parameters and buffers, with all frozen except these names."""
+    """Return a copy that shares all tensors; all parameters except these names are frozen."""
     learned, wrong = set(), set(names)
     for parameter, p in model.named_parameters(remove_duplicate=False):
         matches = {name for name in names if not name or f"{parameter}.".startswith(f"{name}.")}
@@ -172,26 +172,26 @@ class ParametricLaplace(Posterior):
     and reward_modeling, use `laplace_predictive` to predict.
 
     Args:
-        model: the network at its MAP parameters, which is not copied; frozen parameters have no
+        model: the network at its MAP parameters. It is not copied. Frozen parameters have no
             posterior.
-        likelihood: see `Laplace`. "reward_modeling" is fitted as classification of the better of
-            two, and predicts the reward itself.
+        likelihood: see `Laplace`. "reward_modeling" fits a classification of the better of two
+            inputs, and predicts rewards.
         sigma_noise: σ of regression.
         prior_precision: δ, see `Posterior`.
         prior_mean: see `Posterior`.
         temperature: T.
-        enable_backprop: whether predictions keep their graph in the inputs.
+        enable_backprop: whether predictions can be differentiated with respect to the inputs.
         options: options of the curvature; ``kfac_approx`` is "expand" by default, as in
             laplace-torch.
-        last_layer_name: name of the last layer, for last-layer Laplace. None selects the last one
-            that the model defines, and `fit` raises an error if another one runs last.
-        subnetwork_indices: the subnetwork, for subnetwork Laplace: indices of its weights in the
-            vector of all trainable parameters, or names of its modules or parameters; "kron"
-            supports only names.
-        feature_reduction: laplace-torch's choice of the feature for the last layer's Jacobian. It
-            has no effect here, because the Jacobian is that of the whole network.
-        backend: determines the matrix, see `fisher_of_backend`.
-        backend_kwargs: the backend's keywords.
+        last_layer_name: name of the last layer, for last-layer Laplace. None selects the last layer
+            in the model's definition. `fit` raises an error if another layer runs last.
+        subnetwork_indices: the subnetwork, for subnetwork Laplace: indices (int64) into the vector
+            of all trainable parameters, or names of modules or parameters. "kron" supports only
+            names.
+        feature_reduction: laplace-torch's choice of the feature for the Jacobian of the last layer.
+            It has no effect here, because Jacobians are computed through the whole network.
+        backend: backend that determines the matrix, see `fisher_of_backend`.
+        backend_kwargs: keywords of the backend.
         keywords: the other arguments of `Posterior`, and fields of `CurvatureOptions`, such as
             ``kfac_approx="reduce"``.
 
@@ -277,16 +277,15 @@ class ParametricLaplace(Posterior):
         )
 
     def fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
-        """Compute the curvature; arguments as `Posterior.fit`.
+        """Compute the curvature; see `Posterior.fit` for the arguments.
 
-        With override=False after more training of all layers, as in continual learning, the
-        curvature at the new weights is added to the curvature at the old ones, and the mean is the
-        new weights. If a last layer or a subnetwork has changed, this is an error. Other layers,
-        which provide its features, are not compared.
+        ``override=False`` adds the curvature to that of the previous fits. All layers may be
+        trained in between, as in continual learning; the mean is then the new weights. A last layer
+        or a subnetwork must not change in between. Changes of other layers are not detected.
 
         Raises:
-            ValueError: the last layer that the model defines does not run last; or targets have a
-                wrong dtype, which is an error in laplace-torch, too.
+            ValueError: another layer than the last in the model's definition runs last; targets
+                have a wrong dtype; or a last layer or subnetwork changed before ``override=False``.
         """
         if self._whole is not None:
             batches = iter(train_loader)
@@ -315,13 +314,13 @@ class ParametricLaplace(Posterior):
             "is_reward": self.is_reward,
         }
 
-    # laplace-torch's names of the posterior's parts.
+    # Parts of the posterior, under their names in laplace-torch.
 
     @property
     def H(self) -> Tensor | Precision | None:  # noqa: N802
-        """The curvature at σ = T = 1: (P, P), its diagonal (P,), rows, or an operator for "kron".
+        """The curvature at σ = T = 1: (P, P), (P,) for "diag", or an operator for "kron".
 
-        Before `fit` it is zeros for "diag" and "full", and None otherwise.
+        For "lowrank" it is R with RᵀR = H. Before `fit` it is 0 for "diag" and "full", else None.
         """
         if isinstance(self._curvature, JacobianGGN):
             return self._curvature.H.to(self._wide_dtype)
@@ -330,7 +329,7 @@ class ParametricLaplace(Posterior):
             return zeros if self.structure == "diag" else zeros.diag()
         if self._curvature is None:
             return None
-        names = self.precision_blocks(any_weights=True)  # which computes the eigenvectors
+        names = self.precision_blocks(any_weights=True)  # computes the eigenvectors, too
         return KroneckerPrecision({n: (self._eigen[n], self._eigen[n].spectrum()) for n in names})
 
     @property
@@ -348,7 +347,7 @@ class ParametricLaplace(Posterior):
     def posterior_precision(self) -> Any:
         """H/(σ²T) + P₀: (P, P) for "full", (P,) for "diag", and an operator for "kron".
 
-        For "lowrank" ((U, λ), δ), for U diag(λ) Uᵀ + diag(δ).
+        For "lowrank" it is ((U, λ), δ), which stands for U diag(λ) Uᵀ + diag(δ).
         """
         precision = self.precision(any_weights=True)
         if isinstance(precision, KroneckerPrecision):
@@ -365,45 +364,45 @@ class ParametricLaplace(Posterior):
 
     @property
     def posterior_covariance(self) -> Tensor:
-        """Σ, (P, P)."""
+        """Covariance Σ of the posterior, (P, P)."""
         return self.precision(any_weights=True).covariance()
 
     @property
     def posterior_variance(self) -> Tensor:
-        """The diagonal of Σ, (P,)."""
+        """Variances of the parameters, the diagonal of Σ, (P,)."""
         return self.precision(any_weights=True).variances().to(self._wide_dtype)
 
     @property
     def posterior_scale(self) -> Tensor:
-        """L with L Lᵀ = Σ, (P, P); for "diag" standard deviations (P,)."""
+        """Cholesky factor L of Σ = L Lᵀ, (P, P); for "diag" standard deviations (P,)."""
         if self.structure == "diag":
             return self.posterior_variance.sqrt()
         return torch.linalg.cholesky(self.posterior_covariance)
 
     @property
     def scatter(self) -> Tensor:
-        """(θ* − prior mean)ᵀ P₀ (θ* − prior mean), without constant entries."""
+        """(θ* − prior mean)ᵀ P₀ (θ* − prior mean), without constants such as padding rows."""
         norms = self.evidence_terms.squared_norms
         return (self.precision_per_block(self.prior_precision) * norms).sum()
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | None = None, sigma_noise: Tensor | None = None
     ) -> Tensor:
-        """Return the evidence, computed in float64 and rounded to the model's dtype.
+        """Return the evidence (nats), computed in float64, in at least float32.
 
-        The dtype is laplace-torch's, but at least float32.
+        The result has the model's dtype, as in laplace-torch, unless this is float16 or bfloat16.
         """
         evidence = super().log_marginal_likelihood(prior_precision, sigma_noise)
         return evidence.to(self._wide_dtype)
 
     @property
     def log_det_prior_precision(self) -> Tensor:
-        """Log det P₀."""
+        """Log determinant of the prior precision P₀."""
         return self._delta_each().log().sum()
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
-        """Log det(H/(σ²T) + P₀)."""
+        """Log determinant of the posterior precision H/(σ²T) + P₀."""
         return self.precision(any_weights=True).logdet()
 
     @property
@@ -416,9 +415,9 @@ class ParametricLaplace(Posterior):
         return -2 * self.log_prob(value, normalized=False)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Return the log density (nats) at parameter vectors (..., P); the prior's before `fit`.
+        """Return the log density (nats) at parameter vectors (..., P); before `fit` of the prior.
 
-        Without ``normalized``, only the terms that depend on the vector.
+        ``normalized=False`` omits the terms that do not depend on the vector.
         """
         if self._curvature is None:
             prior = DiagonalPrecision(self._delta_each() * 0, self._delta_each(), self.mean)
@@ -445,7 +444,7 @@ class ParametricLaplace(Posterior):
 
     @property
     def backend(self) -> "ParametricLaplace":
-        """This object, which has the methods for Jacobians of laplace-torch's backends."""
+        """This object: it has the methods of laplace-torch's backends for Jacobians."""
         return self
 
     @property
@@ -454,7 +453,7 @@ class ParametricLaplace(Posterior):
         return self.indices
 
     def jacobians(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Return Jacobians J (N, C, P) in the parameters with a posterior, and outputs f (N, C)."""
+        """Return Jacobians (N, C, P) of the P parameters with a posterior, and outputs (N, C)."""
         with eval_mode(self.model):
             f, J = jacobians(self.model, self._ggn_indices(), x, self.enable_backprop)
         return at_least_float32(J), f
@@ -482,28 +481,28 @@ class ParametricLaplace(Posterior):
         progress_bar: bool = False,
         log_prior_prec_base: float = 10.0,
     ) -> None:
-        """Set δ by Adam steps on the evidence, or by the best point of a grid on validation data.
+        """Set δ by Adam steps on the evidence, or to the best point of a grid on validation data.
 
-        The default loss of the grid is the NLL, for regression of N(f, J Σ Jᵀ + σ²). laplace-torch
-        uses the mean square error, which is the same for all δ if the network is linearised.
-        `marglik.maximize_evidence` finds the maximum of the evidence instead of making steps.
+        The default loss of the grid is the NLL (nats), in regression under N(f, J Σ Jᵀ + σ²).
+        laplace-torch uses the mean square error, which does not depend on δ if the network is
+        linearised. `marglik.maximize_evidence` finds the maximum of the evidence.
 
         Args:
-            pred_type: as in a prediction.
-            method: "marglik" or "gridsearch".
+            pred_type: see a prediction, `predictive`.
+            method: "marglik" (Adam on the evidence) or "gridsearch".
             n_steps: number of Adam steps.
             lr: Adam's step size on log δ.
             init_prior_prec: δ before the first step; a tensor determines the structure.
-            prior_structure: one δ for all, one per trainable tensor, or, except for "kron", one per
-                parameter.
+            prior_structure: "scalar", one δ for all; "layerwise", one per trainable tensor; or
+                "diag", one per parameter (not for "kron").
             val_loader: validation batches, for the grid.
             loss: loss of the grid: a torchmetrics metric, which is reset for each δ, or a function
-                of all predictions and targets; in regression of means, variances and targets.
+                of predictions and targets, in regression of means, variances and targets.
             log_prior_prec_min: the smallest logarithm of δ on the grid.
             log_prior_prec_max: the largest logarithm of δ on the grid.
             grid_size: number of points of the grid.
-            link_approx: as in a prediction.
-            n_samples: as in a prediction.
+            link_approx: see `predictive`.
+            n_samples: see `predictive`.
             verbose: whether to print the final δ.
             progress_bar: whether to show a progress bar.
             log_prior_prec_base: the base of the grid's logarithms.
@@ -548,7 +547,7 @@ class ParametricLaplace(Posterior):
         link_approx: str,
         n_samples: int,
     ) -> float:
-        """Return the loss of predictions of validation data, by default the mean NLL (nats)."""
+        """Return the loss on validation data, by default the mean NLL (nats)."""
         task, outputs, total, count = Task(self.likelihood, self.options), [], 0.0, 0
         is_metric = hasattr(loss, "update") and hasattr(loss, "compute")
         if is_metric:
@@ -558,7 +557,7 @@ class ParametricLaplace(Posterior):
             x, y = detached(x, self._device), detached(y, self._device)
             with eval_mode(self.model):
                 y = task.targets(self.model, x, y)
-            # Rewards are compared: there are labels, of which is better.
+            # For rewards, the labels say which of two inputs is better, so predict classes.
             predicted = self._predict(x, pred_type, False, link_approx, n_samples, loss is None)
             parts = predicted if isinstance(predicted, tuple) else (predicted,)
             if is_metric:
@@ -593,21 +592,22 @@ class ParametricLaplace(Posterior):
         fitting: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        """Return class probabilities (N, C), or means (N, C) and variances without noise.
+        """Return class probabilities (N, C), or for regression means and covariances without noise.
 
-        Outputs (N, ..., C) have a prediction at each position.
+        Means have the shape (N, C) and covariances (N, C, C). Outputs (N, ..., C) have a prediction
+        at each position.
 
         Args:
             x: inputs.
-            pred_type: "glm", the linearised network, or "nn", the network at samples.
-            joint: whether to return regression's covariances of all outputs jointly, (N·C, N·C),
-                with means (N·C,).
-            link_approx: "probit", "mc", "bridge" or "bridge_norm" (Laplace bridge), for classes;
-                None is "probit", or "mc" for "nn", which supports no other.
+            pred_type: "glm" for the linearised network, or "nn" for the network at sampled weights.
+            joint: whether regression returns the joint covariance of all outputs, (N·C, N·C), and
+                means (N·C,).
+            link_approx: link for classes: "probit", "mc", or the Laplace bridge "bridge" or
+                "bridge_norm". "nn" supports only "mc". None is "probit", or "mc" for "nn".
             n_samples: number of samples.
-            diagonal_output: whether to return only the diagonals of covariances (N, C, C).
+            diagonal_output: whether to return only the diagonals (N, C) of the covariances.
             generator: generator of the samples.
-            fitting: whether to compare rewards, as in the fit, instead of predicting them.
+            fitting: whether a reward model returns class probabilities, as in the fit.
             model_kwargs: not supported; pass a mapping to a model with several arguments.
 
         Raises:
@@ -668,7 +668,7 @@ class ParametricLaplace(Posterior):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return samples of the network's outputs, (S, N, ..., C)."""
+        """Return samples of the network's outputs, (S, N, ..., C); arguments as `predictive`."""
         check_option("pred_type", pred_type, PredType)
         with torch.set_grad_enabled(self.enable_backprop and torch.is_grad_enabled()):
             if pred_type == "nn":
@@ -685,7 +685,7 @@ class ParametricLaplace(Posterior):
             return f + (root @ noise).movedim(-1, 0)
 
     def predictive_samples(self, *args: Any, **keywords: Any) -> Tensor:
-        """Return samples of class probabilities, or of regression's outputs; arguments as above."""
+        """Return `functional_samples` with the same arguments, as probabilities for classes."""
         self._check_predicts()
         samples = self.functional_samples(*args, **keywords)
         return samples if self._predicts_numbers else samples.softmax(-1)
@@ -698,7 +698,7 @@ class ParametricLaplace(Posterior):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fit without the network, for `torch.save`; `torch.load` reads it."""
+        """Return the fit without the network, in a form for `torch.save` and `torch.load`."""
         fit = self.fitted_curvature().state_dict()
         names = [*trainable_parameters(self.model)]
         return {name: getattr(self, name) for name in SAVED} | {"fit": fit, "names": names}
@@ -707,9 +707,8 @@ class ParametricLaplace(Posterior):
         """Load a result of `state_dict`, with the network at the same parameters.
 
         Raises:
-            ValueError: the network's parameters, their precision or the likelihood differ; or the
-                state has another structure or subset of the parameters, or lacks entries. Nothing
-                is changed then.
+            ValueError: the state lacks entries; or it has other values or dtypes of parameters, or
+                another likelihood, structure or subset. This object is then unchanged.
         """
         check_keys("Laplace", state, (*SAVED, "fit", "names"))
         if state["structure"] != self.structure:
@@ -769,7 +768,7 @@ class LLLaplace(ParametricLaplace):
     """Laplace approximation of the last layer."""
 
     subset = "last_layer"
-    _adds_at_other_weights = False  # the sum would be of different features
+    _adds_at_other_weights = False  # curvatures for different features must not be added
 
 
 class FullLLLaplace(LLLaplace):
@@ -796,7 +795,7 @@ class SubnetLaplace(ParametricLaplace):
 
     @property
     def n_params_subnet(self) -> int:
-        """The number of parameters with a posterior."""
+        """Number of parameters with a posterior."""
         return self.n_params
 
     @property
@@ -805,7 +804,7 @@ class SubnetLaplace(ParametricLaplace):
         return self.mean[self._ggn_indices()]
 
     def assemble_full_samples(self, subnet_samples: Tensor) -> Tensor:
-        """Return vectors of all parameters (S, P) with samples (S, P_subnet) of the subnetwork."""
+        """Return θ* (S, P) with its subnetwork replaced by samples (S, P_subnet)."""
         return self.mean.expand(len(subnet_samples), -1).index_copy(
             1, self._ggn_indices(), subnet_samples.to(self.mean)
         )
@@ -827,7 +826,7 @@ def _checked_link(pred_type: str, link_approx: str | None) -> str:
     """Return the link of predictions; "nn" has only "mc".
 
     Raises:
-        ValueError: a prediction or a link that is not supported.
+        ValueError: the prediction or the link is not supported.
     """
     check_option("pred_type", pred_type, PredType)
     if link_approx is None:
@@ -845,7 +844,7 @@ def _bridge(f: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
     """
     C, rows = f.shape[-1], covariance.sum(-1)  # (N, ..., C)
     total = rows.sum(-1, keepdim=True)  # (N, ..., 1)
-    # Step 1: condition on Σ_c f_c = 0, which the softmax does not see.
+    # Step 1: condition on Σ_c f_c = 0. The softmax does not depend on this sum.
     f = f - rows * f.sum(-1, keepdim=True) / total
     variance = covariance.diagonal(dim1=-2, dim2=-1) - rows.square() / total
     if normalised:
