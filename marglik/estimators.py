@@ -1,8 +1,8 @@
-"""Estimators with scikit-learn's interface: arrays or data frames in, calibrated predictions out.
+"""Estimators with scikit-learn's interface, which predict from arrays or data frames.
 
-`fit` combines `OnlineTraining` and `calibrate` for a table. It standardises the columns, trains
-with learned weight decays, calibrates with held-out examples, and then fits the posterior to all
-examples. Pipelines, `GridSearchCV`, `cross_val_score` and `clone` work as with any estimator.
+`fit` standardises the columns, trains a network with learned weight decays, calibrates its
+predictions with held-out examples, and then fits the posterior to all examples. Pipelines,
+`GridSearchCV`, `cross_val_score` and `clone` work as with any estimator.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ FEWEST_HELD_OUT = 20
 """Minimum number of examples for calibration. With fewer, train on all of them."""
 PREDICTED_AT_ONCE = 1000
 REGRESSIONS = {"regression": 1, "heteroscedastic": 2}
-"""The regressor's likelihoods, with the number of outputs of each."""
+"""Likelihood of the regressor -> number of the network's outputs."""
 
 Network = nn.Module | Callable[[int, int], nn.Module]
 
@@ -51,14 +51,14 @@ class Estimator(BaseEstimator):
     """Base class of the classifier and the regressor.
 
     Args:
-        model: a network, which each fit copies, or a function from the numbers of columns and
-            outputs to a network. None is an `MLP` with 100 tanh units, in float64.
+        model: a network, which each fit copies, or a function that returns a network for the
+            numbers of columns and outputs. None is an `MLP` with 100 tanh units, in float64.
         epochs: number of passes over the training examples.
         batch_size: number of examples in a step.
-        lr: Adam's learning rate.
-        weight_decay: initial weight decay of all parameter tensors, each of which learns its own.
-        held_out: share of the examples for calibration; the network is not trained on them. With 0,
-            or fewer than 20 such examples, there is no calibration: a classifier then predicts with
+        lr: learning rate of Adam.
+        weight_decay: initial weight decay. Each parameter tensor then learns its own weight decay.
+        held_out: share of the examples for calibration, which are not used for training. With 0, or
+            fewer than 20 such examples, there is no calibration. A classifier then predicts with
             the MAP, and a regressor with the uncalibrated posterior.
         random_state: an int, or a `numpy.random.RandomState`, for reproducible networks.
         device: torch device, such as "cuda".
@@ -90,7 +90,7 @@ class Estimator(BaseEstimator):
         self.device = device
 
     def _fit(self, X: np.ndarray, targets: np.ndarray, num_outputs: int) -> Self:
-        """Train on X and targets as the likelihood wants them: classes (N,) or numbers (N, 1)."""
+        """Train on X and targets: class indices (N,) or numbers (N, 1)."""
         check_fraction("held_out", self.held_out)
         seed = int(check_random_state(self.random_state).randint(2**31))
         # Constant columns become 0.
@@ -108,7 +108,7 @@ class Estimator(BaseEstimator):
                 "function of the numbers of columns and outputs that returns a network."
             )
 
-        # Step 1: hold examples out, of each class its share.
+        # Step 1: hold out examples, the same share of each class.
         train: Any = np.arange(len(y))
         validation: Any = []
         if self.held_out * len(y) >= FEWEST_HELD_OUT:
@@ -118,7 +118,7 @@ class Estimator(BaseEstimator):
                 train, test_size=self.held_out, random_state=seed, stratify=stratify
             )
 
-        # Step 2: learn the weights, a weight decay for each tensor, and the noise of regression.
+        # Step 2: learn the weights, a weight decay per parameter tensor, and the noise σ.
         batches = Batches(x[train], y[train], self.batch_size, shuffle=True, seed=seed,
                                 device=x.device)  # fmt: skip
         optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
@@ -127,7 +127,7 @@ class Estimator(BaseEstimator):
             policy=DecayPolicy.corrected() if self.correct_decays else DecayPolicy(),
         )  # fmt: skip
         held_out = [(x[validation], y[validation])] if len(validation) else None
-        with _seeded(seed):  # of dropout
+        with _seeded(seed):  # dropout draws random numbers
             result = OnlineTraining(
                 self.model_, optimizer, batches, learner, held_out=held_out
             ).run()
@@ -136,7 +136,7 @@ class Estimator(BaseEstimator):
         names = self.posterior_.fitted_factors().blocks
         self.weight_decays_ = dict(zip(names, learner.weight_decays().tolist(), strict=True))
 
-        # Step 3: calibrate, then fit the posterior to the held-out examples as well.
+        # Step 3: calibrate, then fit the posterior to all examples, including the held-out ones.
         if held_out:
             calibrate(self.posterior_, held_out)
             calibrations = self.posterior_.calibrations
@@ -154,7 +154,7 @@ class Estimator(BaseEstimator):
         return model.to(self.device)
 
     def _inputs(self, X: np.ndarray) -> Tensor:
-        """Return the standardised columns, in the shape, device and dtype of the network."""
+        """Return standardised columns (N, ...) on the device and in the dtype of the network."""
         standardised = self.scaler_.transform(X.reshape(len(X), -1)).reshape(X.shape)
         return torch.tensor(standardised).to(next(self.model_.parameters()))
 
@@ -170,11 +170,11 @@ class Estimator(BaseEstimator):
         """Return indices (number,) of the rows of X to label next, the best first.
 
         Args:
-            X: the pool, with the columns of `fit`.
-            number: the number of rows to choose.
-            method: the score; see `marglik.acquire` for the arguments.
-            labelled: indices, or a mask, of rows that already have labels.
-            joint: whether each choice takes the earlier ones into account.
+            X: the pool of unlabelled rows, with the same columns as in `fit`.
+            number: number of rows to choose.
+            method: score of a row, see `marglik.acquire`.
+            labelled: indices or a mask (N,) of rows that already have labels.
+            joint: whether each choice accounts for the labels of the rows chosen before.
         """
         x = self._checked_inputs(X)
         chosen = acquire(self.posterior_, x, number, method, labelled=labelled, joint=joint)
@@ -197,7 +197,7 @@ class Estimator(BaseEstimator):
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """A context with random numbers of its own."""
+    """Context manager that seeds torch and restores its random state on exit."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
@@ -206,14 +206,14 @@ def _seeded(seed: int) -> Iterator[None]:
 class MarglikClassifier(ClassifierMixin, Estimator):
     """A network with learned weight decays and calibrated class probabilities.
 
-    After `fit` it has ``classes_``, ``model_`` (the network, for standardised columns),
-    ``posterior_`` (a `marglik.Posterior`), ``weight_decays_`` and ``log_marginal_likelihood_``
-    (nats). It has the arguments of `Estimator`, and:
+    `fit` sets ``classes_``, ``model_`` (the network, for standardised columns), ``posterior_`` (a
+    `marglik.Posterior`), ``weight_decays_`` (name of a parameter tensor -> weight decay) and
+    ``log_marginal_likelihood_`` (nats). The arguments are those of `Estimator`, and:
 
     Args:
-        likelihood: "classification", or "noisy_classification" if labels may be wrong. The latter
-            learns the share of wrong labels, ``posterior_.likelihood.parameters["noise"]``, from
-            the held-out examples.
+        likelihood: "classification", or "noisy_classification" if labels may be wrong. With
+            "noisy_classification" the held-out examples determine the share of wrong labels,
+            ``posterior_.likelihood.parameters["noise"]``.
         correct_decays: whether the held-out examples correct the weight decays, see
             `marglik.DecayPolicy`.
     """
@@ -242,7 +242,11 @@ class MarglikClassifier(ClassifierMixin, Estimator):
         self.correct_decays = correct_decays
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Train on columns X (N, ...) and labels y (N,) of any type; return the estimator."""
+        """Train on X (N, ...) and labels y (N,) of any type, and return the estimator.
+
+        Raises:
+            ValueError: there is only one class, or a network's outputs do not fit the classes.
+        """
         checked: Any = validate_data(self, X, y, allow_nd=True, dtype="numeric")
         X, y = checked
         check_classification_targets(y)
@@ -266,16 +270,16 @@ class MarglikClassifier(ClassifierMixin, Estimator):
 
 
 class MarglikRegressor(RegressorMixin, Estimator):
-    """A network with learned weight decays and noise, whose predictions are Gaussian.
+    """A network with learned weight decays and learned noise, with Gaussian predictions.
 
-    After `fit` it has ``model_`` (the network, for standardised columns and targets),
-    ``posterior_``, ``weight_decays_`` and ``log_marginal_likelihood_``, see `MarglikClassifier`. It
-    has the arguments of `Estimator`, and:
+    `fit` sets ``model_`` (the network, for standardised columns and targets), ``posterior_``,
+    ``weight_decays_`` and ``log_marginal_likelihood_``, see `MarglikClassifier`. The arguments are
+    those of `Estimator`, and:
 
     Args:
-        likelihood: "regression", one noise for all rows, or "heteroscedastic", a noise that depends
-            on the columns. The network then has two outputs: the mean, and a number whose
-            exponential scales the noise's variance.
+        likelihood: "regression" for one noise of all rows, or "heteroscedastic" for noise that
+            depends on the columns. The network of "heteroscedastic" has two outputs: the mean, and
+            a number whose exponential scales the variance of the noise.
     """
 
     def __init__(
@@ -298,16 +302,16 @@ class MarglikRegressor(RegressorMixin, Estimator):
         self.likelihood = likelihood
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Train on columns X (N, ...) and numbers y (N,); return the estimator.
+        """Train on X (N, ...) and numbers y (N,), and return the estimator.
 
         Raises:
-            ValueError: the predictions of the likelihood are not Gaussian.
+            ValueError: the likelihood is not supported, because its predictions are not Gaussian.
         """
         if self.likelihood not in REGRESSIONS:
             raise ValueError(
-                f"likelihood={self.likelihood!r} is not supported by MarglikRegressor, whose "
-                f"predictions are Gaussian. Choose {' or '.join(map(repr, REGRESSIONS))}. For "
-                "other likelihoods use PriorLearner or marglik train."
+                f"likelihood={self.likelihood!r} is not supported, because MarglikRegressor has "
+                f"Gaussian predictions. Choose {' or '.join(map(repr, REGRESSIONS))}. For other "
+                "likelihoods use PriorLearner or marglik train."
             )
         checked: Any = validate_data(self, X, y, allow_nd=True, dtype="numeric", y_numeric=True)
         X, y = checked
@@ -315,7 +319,7 @@ class MarglikRegressor(RegressorMixin, Estimator):
         return self._fit(X, self.target_scaler_.transform(y[:, None]), REGRESSIONS[self.likelihood])
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Return means (N,); with ``return_std`` also standard deviations of new targets (N,)."""
+        """Return means (N,), and with ``return_std`` standard deviations (N,) of new targets."""
         prediction = self._predict(X)
         mean = self.target_scaler_.inverse_transform(prediction.mean.numpy())[:, 0]
         if not return_std:
@@ -324,7 +328,7 @@ class MarglikRegressor(RegressorMixin, Estimator):
         return mean, std * self.target_scaler_.scale_[0]
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
-        """Return ends (N,) of central intervals that contain new targets with this probability."""
+        """Return ends (N,) of central intervals that contain new targets with probability level."""
         if not 0 < level < 1:
             raise ValueError(f"level={level} is not supported. Pass a number between 0 and 1.")
         mean, std = self.predict(X, return_std=True)

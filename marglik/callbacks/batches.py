@@ -1,8 +1,7 @@
-"""Batches of curvature passes, with the inputs that a trainer's own steps pass to the network.
+"""Batches of curvature passes, with the inputs that a trainer's steps pass to the network.
 
-A pass reads the trainer's present loader, as many batches as an epoch. The trainer prepares each
-batch. Then its training step runs until it calls the network, and the pass uses the arguments of
-this call instead of the batch's inputs.
+A pass reads the batches of one epoch from the trainer's current loader. For each batch, the
+training step runs up to its call of the network. The arguments of this call are the inputs.
 """
 
 import warnings
@@ -21,15 +20,15 @@ MOST_DEVIATIONS = 6.0
 
 
 class StepInputs:
-    """Reads batches with the inputs that the training step passes to the network.
+    """Reader of batches, with the inputs that the training step passes to the network.
 
     Args:
-        network: the network, a part of ``module`` or itself.
+        network: the network: ``module`` or a part of it.
         module: the module that the trainer trains.
         task: determines the targets of a batch.
-        prepare: moves and converts a batch like the trainer; returns the step's argument, and the
-            object with the targets.
-        step: runs the training step with a prepared batch and its number.
+        prepare: function that moves and converts a batch like the trainer; returns the argument of
+            the training step, and the object with the targets.
+        step: function that runs the training step with a prepared batch and its number.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class StepInputs:
         self._handle: Any = None
 
     def read(self, batch: Any, number: int) -> SplitBatch:
-        """Return the network's inputs in a training step with this batch, and the targets."""
+        """Return the network's inputs in a training step with this batch, and its targets."""
         batch, labelled = self._prepare(batch)
         with self._as_in_training(), torch.no_grad():
             call = _arguments_of(self._network, lambda: self._step(batch, number))
@@ -66,14 +65,14 @@ class StepInputs:
         return args[0] if is_alone else Arguments({**dict(enumerate(args)), **kwargs})
 
     def split(self, labelled: Any) -> tuple[Any, Any]:
-        """Return a batch's own input and targets; numbers (N,) become (N, 1)."""
+        """Return the input and the targets in a batch; numeric targets (N,) become (N, 1)."""
         x, y = split_batch(labelled, self._task.options)
         is_column = isinstance(y, Tensor) and y.dim() == 1 and not self._task.likelihood.has_labels
         return x, y[:, None] if is_column else y
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
-        """Context with the modes of training, which restores modes, buffers and gradients."""
+        """Set the modes of training in a context; restore modes, buffers and gradients after it."""
         modes = {m: m.training for m in self._modes}
         buffers = [(b, b.clone()) for m in self._outside for b in m.buffers(recurse=False)]
         gradients = [(p, p.grad) for m in self._modes for p in m.parameters(recurse=False)]
@@ -93,7 +92,7 @@ class StepInputs:
                     buffer.copy_(value)
 
     def watch(self) -> None:
-        """Compare the network's inputs in the next training step with those of the first pass."""
+        """Warn if inputs of the next training step differ from the first pass beyond chance."""
         self._handle = self._network.register_forward_pre_hook(self._compare, with_kwargs=True)
 
     def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,7 +130,7 @@ class StepInputs:
 
 
 class _Called(BaseException):
-    """Signal that ends a training step at its call of the network, past ``except Exception``."""
+    """Ends a training step at its call of the network, even within ``except Exception``."""
 
 
 def _arguments_of(network: nn.Module, step: Callable[[], object]) -> Any:
@@ -154,7 +153,7 @@ def _arguments_of(network: nn.Module, step: Callable[[], object]) -> Any:
 
 
 def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
-    """Return inputs in the network's dtype if autocast has made them coarser."""
+    """Return float16 or bfloat16 inputs, as autocast makes them, in the network's dtype."""
     if isinstance(x, Mapping):
         return map_entries(lambda value: _in_dtype(value, dtype), x)
     is_coarse = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
@@ -170,7 +169,7 @@ def _numbers(x: Any) -> list[Tensor]:
 
 
 def _difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
-    """Return how two batches of a network's inputs differ beyond chance; None if they do not."""
+    """Return a description of how two input batches differ beyond chance, or None."""
     if [t.dim() for t in ours] != [t.dim() for t in theirs]:
         shapes = [" and ".join(str((*t.shape,)) for t in ts) or "none" for ts in (ours, theirs)]
         return f"have axes {shapes[1]}, and the curvature passes use {shapes[0]}"
@@ -178,7 +177,7 @@ def _difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
         a, b = (t.double().reshape(len(t), -1) for t in (a, b))
         if (a.shape == b.shape and torch.allclose(a, b, 1e-2, 1e-3)) or min(len(a), len(b)) < 4:
             continue
-        # Of each example the mean and the logarithm of the mean square, whose tails are short.
+        # Compare each example's mean, and the logarithm of its mean square, whose tails are short.
         means, squares = ([t.mean(1) for t in (a, b)], [t.square().mean(1) for t in (a, b)])
         total = torch.cat(squares).mean()
         sizes = [(square + 1e-3 * total).log() for square in squares]

@@ -39,29 +39,29 @@ with extra("lightning"):
 __all__ = ["MarginalLikelihood"]
 
 STEPS = "marglik_parameters_of_the_steps"
-"""Key of the state in a checkpoint from which training continues."""
+"""Key of the parameters in a checkpoint from which training continues."""
 
 
 class MarginalLikelihood(Callback):
-    """Learns a weight decay per parameter tensor while Lightning's Trainer trains.
+    """Callback that learns a weight decay per parameter tensor while Lightning's Trainer trains.
 
-    After some epochs, and at the end, it updates the prior by the evidence on the training
-    dataloader. It logs the evidence and the new weight decays to the trainer's loggers. After the
-    training, the module has the average of its parameters over the steps.
+    Every few epochs, and at the end, it updates the prior by the evidence on the training data. It
+    logs the evidence and the new weight decays to the trainer's loggers. After the training, the
+    parameters of the module are the average of its parameters over the steps.
 
     Validation uses the average so far. Checkpoints after a validation store this average, so early
     stopping and the best checkpoint refer to it. They also store the callback's state and the
     parameters of the steps, from which training resumes.
 
-    The module's optimiser must have no weight decay. ``gradient_clip_val`` clips the gradient of
-    the data; the gradient of the prior is added afterwards. A warning appears if the loss of the
-    first batch differs from the likelihood's loss.
+    The optimiser must have no weight decay. ``gradient_clip_val`` clips the gradient of the data.
+    The callback adds the gradient of the prior afterwards. It warns if the loss of the first batch
+    differs from the loss of the likelihood.
 
     Args:
         likelihood: likelihood of the module's loss: "classification", "regression" or "bernoulli".
         curvature: all options of the curvature pass.
-        network: the module's attribute with the network, "net" for ``self.net``; None if the module
-            itself returns logits. The dataloader's batches must be (x, y), or mappings.
+        network: name of the module's attribute with the network, such as "net" for ``self.net``.
+            None if the module itself returns logits. Batches must be (x, y), or mappings.
         held_out: held-out batches, from which "noisy_classification" learns the share of wrong
             labels; None estimates it from the training labels. With
             ``policy=DecayPolicy.corrected()`` they correct the weight decays of classifiers.
@@ -84,17 +84,17 @@ class MarginalLikelihood(Callback):
         self.learner = PriorLearner(likelihood, curvature, **options)
         """The learner with hyperparameters and evidences."""
         self._network, self._held_out = network, held_out
-        self._inputs: StepInputs | None = None  # from the first batch of a training on
-        self._is_restored = False  # a checkpoint had this callback's state
-        self._other: list[Tensor] = []  # the steps' parameters while the network has their average
+        self._inputs: StepInputs | None = None  # set at the first batch of a training
+        self._is_restored = False  # whether a checkpoint had this callback's state
+        self._other: list[Tensor] = []  # parameters of the steps, in a validation
 
     @property
     def posterior(self) -> Posterior | None:
-        """The posterior of the latest update, or after training the final one; None at first."""
+        """Posterior of the latest update, after training the final one; None before any update."""
         return self.learner.posterior
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the module, its optimiser and the dataloader."""
+        """Check the module, the optimiser and the dataloader."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"The module has {len(trainer.optimizers)} optimisers. MarginalLikelihood supports "
@@ -113,20 +113,20 @@ class MarginalLikelihood(Callback):
                 "PriorLearner in your own training loop (kfac_backend.sharding.gathered_state)."
             )
         _loader_and_keys(trainer)
-        self._inputs, self._other = None, []  # of an earlier run, which an exception may have ended
+        self._inputs, self._other = None, []  # discard those of a run that an exception ended
 
     def _network_of(self, pl_module: LightningModule) -> Any:
         return pl_module if self._network is None else getattr(pl_module, self._network, None)
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the data and make the hyperparameters, once the module's own hooks have run."""
+        """Count the data and create the hyperparameters, after the module's own hooks."""
         if self._inputs is not None:
             return
         network, options = self._network_of(pl_module), self.learner.options
         batches, steps = trainer.num_training_batches, trainer.max_steps
         epochs = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
         limit = None if batches == math.inf else int(batches)
-        if limit is None and steps != -1:  # a stream, which may have no end: rounds of steps
+        if limit is None and steps != -1:  # a stream may have no end: count steps, not epochs
             limit, epochs = steps * trainer.accumulate_grad_batches, None
         elif limit is None and epochs is None:
             raise ValueError(
@@ -147,16 +147,16 @@ class MarginalLikelihood(Callback):
             trainer.accumulate_grad_batches,
         )  # fmt: skip
         self._continue(trainer, network)
-        # Lightning clips gradients after its own hook for callbacks, but before the optimiser's.
+        # Use hooks of the optimiser: Lightning clips gradients after its hook for callbacks.
         self.learner.start(
             network, trainer.optimizers[0], data, epochs, held_out=self._held_out,
             hooks="all" if batches == math.inf and epochs is None else "gradients",
         )  # fmt: skip
-        # A checkpoint that was written at an epoch's last step is of before the epoch's update.
+        # A checkpoint of an epoch's last step was written before the update of this epoch.
         self._end_epoch(trainer, trainer.current_epoch)
 
     def _continue(self, trainer: Trainer, network: nn.Module) -> None:
-        """Continue with the learned state, or warn that decays start anew."""
+        """Continue from the learned state, or warn that weight decays start from initial values."""
         state, trained = self.learner.state_dict(), getattr(self.learner, "problem", None)
         if self._is_restored or not (trainer.global_step or trained):
             return
@@ -182,7 +182,7 @@ class MarginalLikelihood(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Set the network to the parameters of the steps; start before the first batch."""
+        """Set the network to the parameters of the steps. At the first batch, start the learner."""
         self._to_steps()
         is_first = self._inputs is None
         self._start(trainer, pl_module)
@@ -198,13 +198,13 @@ class MarginalLikelihood(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Check that the training step has called the network with the first batch."""
+        """Check that the training step called the network, and log the latest update."""
         assert self._inputs is not None
         self._inputs.check_called("the module itself" if self._network is None else self._network)
         self._log(trainer, self.learner.latest_numbers())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the network to its average so far, until the next training batch."""
+        """Set the network to the average so far, until the next training batch."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._start(trainer, pl_module)
             self._to_steps()
@@ -220,7 +220,7 @@ class MarginalLikelihood(Callback):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Exchange the steps' parameters for their average, or back."""
+        """Exchange the parameters of the steps for their average, or back."""
         for tensor, other in zip(self._learned_tensors(), self._other, strict=True):
             value = tensor.clone()
             tensor.copy_(other)
@@ -234,7 +234,7 @@ class MarginalLikelihood(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the parameters of the steps if the network has their average."""
+        """Add the parameters of the steps to a checkpoint that stores their average."""
         if self._other:
             self._exchange()
             state = pl_module.state_dict()
@@ -244,7 +244,7 @@ class MarginalLikelihood(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Load the parameters of the steps to continue training; otherwise the validated ones."""
+        """Load the parameters of the steps if training continues, instead of the average."""
         if trainer.state.fn == "fit" and STEPS in checkpoint:
             pl_module.load_state_dict(checkpoint[STEPS])
 
@@ -270,11 +270,11 @@ class MarginalLikelihood(Callback):
         try:
             self._end_epoch(trainer, trainer.current_epoch + 1)
         finally:
-            if is_averaged:  # checkpoints of this epoch hold what was validated
+            if is_averaged:  # checkpoints of this epoch store the validated parameters
                 self._exchange()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the prior unless the latest update was at the final parameters, and log it."""
+        """Update the prior, unless the last update used the final parameters, and log it."""
         self._to_steps()
         self._start(trainer, pl_module)
         self._log(trainer, self.learner.finish())
@@ -286,7 +286,7 @@ class MarginalLikelihood(Callback):
             return
         is_automatic = trainer.lightning_module.automatic_optimization
         if epoch and steps != -1 and not is_automatic:
-            # How many steps a batch takes is known now, and so the epoch in which max_steps ends.
+            # The number of steps per batch is known now, and with it the last epoch.
             epochs, most = math.ceil(steps * epoch / trainer.global_step), trainer.max_epochs or -1
             epochs = epochs if most == -1 else min(epochs, most)
             schedule = replace(problem.options.schedule, epochs=epochs)
@@ -302,7 +302,7 @@ class MarginalLikelihood(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the trainer's checkpoints; empty before training has started."""
-        return gathered_state(self.learner.state_dict())  # of a sharded network: collective
+        return gathered_state(self.learner.state_dict())  # collective for a sharded network
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state from one of the trainer's checkpoints."""
@@ -312,7 +312,7 @@ class MarginalLikelihood(Callback):
 
 
 def _loader_and_keys(trainer: Trainer) -> tuple[Any, list[Any]]:
-    """Return the present dataloader, and its batch's keys in the training step's batches."""
+    """Return the current dataloader, and the keys of its batches in a training step's batch."""
     loader, keys = trainer.train_dataloader, []
     while isinstance(loader, dict | list | tuple):
         if len(loader) != 1:
@@ -325,7 +325,7 @@ def _loader_and_keys(trainer: Trainer) -> tuple[Any, list[Any]]:
 
 
 def _prepared(trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[Any, Any]:
-    """Return a batch after the trainer's hooks for transfer, whole and the loader's part."""
+    """Return a step's batch after the trainer's transfer hooks, and the loader's part of it."""
     keys = _loader_and_keys(trainer)[1]
     for key in reversed(keys):
         batch = [batch] if key == 0 else {key: batch}
@@ -338,9 +338,9 @@ def _prepared(trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple
 
 def _run_step(trainer: Trainer, pl_module: LightningModule, batch: Any, number: int) -> None:
     precision = trainer.precision_plugin
-    # Under autocast the network would get coarser inputs; passes run in the parameters' dtype.
+    # Without autocast, because passes run in the dtype of the parameters.
     is_mixed = isinstance(precision, MixedPrecision)
-    pl_module.__dict__["log"] = lambda *args, **kwargs: None  # a pass is no step to be logged
+    pl_module.__dict__["log"] = lambda *args, **kwargs: None  # curvature passes log nothing
     try:
         with _in_training(trainer), nullcontext() if is_mixed else precision.forward_context():
             arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, number)
@@ -351,7 +351,7 @@ def _run_step(trainer: Trainer, pl_module: LightningModule, batch: Any, number: 
 
 @contextmanager
 def _in_training(trainer: Trainer) -> Iterator[None]:
-    """A context in which ``trainer.training`` is true, as in a training step."""
+    """Context manager in which ``trainer.training`` is true, as in a training step."""
     stage, trainer.state.stage = trainer.state.stage, RunningStage.TRAINING
     try:
         yield

@@ -53,36 +53,35 @@ __all__ = ["MarginalLikelihood"]
 FOLDER = "marglik_prior"
 """Folder of the prior's state, in each checkpoint of the trainer."""
 MOST_LOGGED = 10
-"""Maximum number of weight decays that are logged separately, because the trainer prints its
-log."""
+"""Maximum number of weight decays that are logged separately. The trainer prints the log."""
 ROUNDING = 1e-6
 """Tolerance of the trainer's epoch, a float that may exceed a whole number by rounding."""
 
 
 class MarginalLikelihood(TrainerCallback):
-    """Learns a weight decay per parameter tensor while Hugging Face's Trainer trains.
+    """Callback that learns a weight decay per parameter tensor while Hugging Face's Trainer trains.
 
-    After some epochs, and at the end, it updates the prior by the evidence on the training data. It
-    logs the evidence and the new weight decays through ``trainer.log``. With more than ten groups
-    it logs the smallest, the median and the largest (``learner.state.record`` has all). Each
-    checkpoint of the trainer gets a folder with its state. Checkpoints contain the parameters of
-    the steps.
+    Every few epochs, and at the end, it updates the prior by the evidence on the training data. It
+    logs the evidence and the new weight decays through ``trainer.log``. With more than ten weight
+    decays it logs the smallest, the median and the largest; ``learner.state.record`` has all. Each
+    checkpoint of the trainer gets a folder with the callback's state. The model in a checkpoint has
+    the parameters of the steps.
 
-    After the training, the model has the average of its parameters over the steps. Evaluation uses
-    the average so far. Early stopping therefore refers to the average, and with
-    ``load_best_model_at_end`` the training ends with the average that had the best evaluation.
+    After the training, the parameters of the model are the average of its parameters over the
+    steps. Evaluation uses the average so far. Early stopping therefore refers to the average, and
+    with ``load_best_model_at_end`` the training ends with the average of the best evaluation.
 
-    Processes started by torchrun train together, under DistributedDataParallel or FSDP2. Another
-    number of processes may resume a checkpoint. Each step must be complete
-    (``dataloader_drop_last``).
+    Processes started by torchrun train together, under DistributedDataParallel or FSDP2. A
+    different number of processes may resume a checkpoint. Pass ``dataloader_drop_last=True``, so
+    that each step is complete.
 
-    ``TrainingArguments(weight_decay=0)``, the default, is required. Its ``max_grad_norm`` clips the
-    gradient of the data; the gradient of the prior is added afterwards. A warning appears if the
-    trainer's loss of the first batch differs from the likelihood's loss, as with
+    ``TrainingArguments(weight_decay=0)``, the default, is required. ``max_grad_norm`` clips the
+    gradient of the data. The callback adds the gradient of the prior afterwards. It warns if the
+    trainer's loss of the first batch differs from the loss of the likelihood, for example with
     ``label_smoothing_factor``.
 
     Args:
-        trainer: the trainer, whose log is used.
+        trainer: the trainer, which also logs.
         likelihood: likelihood of the model's loss: "classification" (also for language models),
             "regression" or "bernoulli".
         curvature: all options of the curvature pass. For language models use fisher="mc" and
@@ -112,7 +111,7 @@ class MarginalLikelihood(TrainerCallback):
         """The learner with hyperparameters and evidences."""
         self._trainer, self._held_out = trainer, held_out
         self._task = Task(self.learner.likelihood, curvature)
-        self._inputs: StepInputs | None = None  # while it trains
+        self._inputs: StepInputs | None = None  # set during the training
         self._train, self._evaluate = trainer.train, trainer.evaluate
         self._compute_loss = trainer.compute_loss
         trainer.train = self._train_and_clean_up
@@ -133,17 +132,17 @@ class MarginalLikelihood(TrainerCallback):
         return callback
 
     def loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        """Return the likelihood's loss (nats, a mean), for a trainer's ``compute_loss_func``.
+        """Return the mean loss (nats) of the likelihood, for ``Trainer(compute_loss_func=...)``.
 
-        `attached` sets it if labels may be wrong, because the model computes another loss.
+        `attached` passes it for "noisy_classification", because the model computes another loss.
         """
         f, likelihood = logits_of(outputs), self.learner.likelihood
-        labels = self._task.targets(None, {}, labels)  # of language models, shifted
+        labels = self._task.targets(None, {}, labels)  # shifts labels of language models
         count = num_counted_terms(f, labels, likelihood)
         return loss_sum(f, labels, likelihood) / (num_items_in_batch or count)
 
     def _train_and_clean_up(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the trainer's own training, then restore its evaluation and remove hooks."""
+        """Run the trainer's own training, then restore its methods and remove hooks."""
         try:
             return self._train(*args, **kwargs)
         finally:
@@ -159,23 +158,23 @@ class MarginalLikelihood(TrainerCallback):
 
     @property
     def posterior(self) -> Posterior | None:
-        """The posterior of the latest update, or after training the final one; None at first."""
+        """Posterior of the latest update, after training the final one; None before any update."""
         return self.learner.posterior
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the data and create the hyperparameters; a resumed run restores them.
+        """Count the data and create the hyperparameters, or restore them in a resumed run.
 
         Raises:
-            NotImplementedError: several processes whose dataloader does not shard a dataset with a
-                length; FSDP1, or tensor parallelism.
-            ValueError: the state in ``output_dir`` was not saved with the model's parameters, or
+            NotImplementedError: several processes train, and the dataloader does not shard a
+                dataset with a length; or the model uses FSDP1 or tensor parallelism.
+            ValueError: the state in ``output_dir`` was saved with other parameters of the model, or
                 dataloaders repeat examples to give each process the same number.
         """
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         check_sharding(model)
         if (size := Ranks().size) > 1:
             _check_shard(loader, size)
-        # The trainer begins again if a batch did not fit in memory.
+        # The trainer starts again if a batch did not fit in memory.
         had_no_step = not (hasattr(self.learner, "state") and self.learner.state.steps[-1])
         self.learner.detach()
         if state.global_step:
@@ -204,7 +203,7 @@ class MarginalLikelihood(TrainerCallback):
             limit = state.max_steps * of_step
         data = EpochBatches(lambda: loader, self._inputs.read, limit, of_step)
         with forked_random_numbers(model), eval_mode(model):
-            self._task.targets(model, *next(iter(data)))  # whether the model shifts labels
+            self._task.targets(model, *next(iter(data)))  # find out if the model shifts labels
         self.learner.start(
             model, kwargs["optimizer"], data,
             None if batches is None else math.ceil(state.num_train_epochs),
@@ -212,12 +211,12 @@ class MarginalLikelihood(TrainerCallback):
         )  # fmt: skip
         self._trainer.evaluate = self._evaluate_average
         self._trainer.compute_loss = self._note_labels
-        # A checkpoint that was written at an epoch's last step is of before the epoch's update.
+        # A checkpoint of an epoch's last step was written before the update of this epoch.
         self._end_epoch(math.floor((state.epoch or 0) + ROUNDING))
         self._inputs.watch()
 
     def _prepared(self, batch: Any) -> tuple[Any, Any]:
-        """Return a batch in the form of the trainer's step, and a copy for its labels."""
+        """Return a batch as the trainer's step gets it, and a copy that has the labels."""
         batch = self._trainer._prepare_inputs(batch)
         return batch, dict(batch)
 
@@ -226,25 +225,25 @@ class MarginalLikelihood(TrainerCallback):
             self._compute_loss(model, batch)
 
     def _note_labels(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the trainer's own loss; compare the first step's with the likelihood's."""
+        """Return the trainer's own loss; note the labels of the first step for its check."""
         if self.learner.loss_check is not None and self._inputs is not None:
             self.learner.loss_check.targets = self._inputs.split(inputs)[1]
         return self._compute_loss(model, inputs, *args, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log an update that followed this step of a stream."""
+        """Log the update after this step, if the data is a stream and an update was due."""
         self._log(self.learner.latest_numbers())
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if an update is due, and log it."""
-        # The trainer also calls this within an epoch, when the number of steps is reached: the
-        # epoch is then a fraction.
+        # The trainer also calls this within an epoch, when max_steps is reached. ``state.epoch`` is
+        # then a fraction.
         self._end_epoch(math.ceil((state.epoch or 0) - ROUNDING))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the prior if the parameters have changed since the latest update, and log it.
 
-        With ``load_best_model_at_end`` these are the parameters with the best evaluation.
+        With ``load_best_model_at_end`` the update uses the parameters with the best evaluation.
         """
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best is not None:  # the trainer has loaded the parameters of that step
@@ -267,7 +266,7 @@ class MarginalLikelihood(TrainerCallback):
             self._trainer.log({f"prior/{name}": value for name, value in numbers.items()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the prior's whole state into the trainer's checkpoint, also for a sharded model."""
+        """Write the whole state of the prior into the trainer's checkpoint."""
         state_of_prior = gathered_state(self.learner.state_dict())
         model: nn.Module = kwargs["model"]
         saved = {"prior": state_of_prior, "parameters": _fingerprint(model), "average": {}}
@@ -285,7 +284,7 @@ class MarginalLikelihood(TrainerCallback):
 
 
 def _check_shard(loader: Any, size: int) -> None:
-    """Raise an error unless a prepared dataloader is a shard that has no example of another one."""
+    """Raise an error unless the dataloader is a shard without examples of other shards."""
     shard: Any = getattr(loader, "batch_sampler", None)
     if not isinstance(shard, BatchSamplerShard) or shard.num_processes != size:
         raise NotImplementedError(
@@ -313,7 +312,7 @@ def _check_shard(loader: Any, size: int) -> None:
 
 
 def _load_average(model: nn.Module, average: Mapping[str, Tensor]) -> None:
-    """Give a model, which may be sharded, the parameters and buffers of these names."""
+    """Copy an average into the parameters and buffers of a model, which may be sharded."""
     tensors = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, value in average.items():
