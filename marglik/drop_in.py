@@ -1,4 +1,4 @@
-"""`marglik_training`: laplace-torch's function with marglik's loop and curvature."""
+"""`marglik_training`: the function of laplace-torch, with marglik's loop and curvature."""
 
 import warnings
 from collections.abc import Iterable
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class MarglikTraining(NamedTuple):
-    """The result of `marglik_training`, which unpacks like the tuple of laplace-torch."""
+    """Result of `marglik_training`. It unpacks like the tuple of laplace-torch."""
 
     laplace: ParametricLaplace
-    """The Laplace approximation, fitted, with one prior precision or one per tensor."""
+    """The fitted Laplace approximation, with one prior precision or one per parameter tensor."""
     model: nn.Module
-    """The network with its parameters."""
+    """The trained network."""
     negative_evidences: list[float]
-    """The negative evidence (nats) at every hyperparameter step."""
+    """Negative evidence (nats) at every hyperparameter step."""
     losses: list[float]
-    """The loss of every epoch."""
+    """Mean objective (nats) of every epoch."""
 
 
 def marglik_training(
@@ -70,13 +70,14 @@ def marglik_training(
     curvature_from: CurvatureFrom = "auto",
     **options: Any,
 ) -> MarglikTraining:
-    """Train a network and its hyperparameters together; arguments and returns as in laplace-torch.
+    """Train a network and its hyperparameters together, with the interface of laplace-torch.
 
-    There are four differences. N is the number of examples that were read, also with ``drop_last``
-    or a sampler. Loss, evidence and posterior share one temperature T. (laplace-torch divides the
-    prior by T in the loss, and multiplies the initial precision by it.) ``losses`` are epoch means
-    of `OnlineTraining`'s objective. The defaults are those of `PriorLearner`; laplace-torch's are
-    marglik_frequency=1, keep="best", prior_prec_init=1.0 and sigma_noise_init=1.0.
+    There are four differences from laplace-torch. N is the number of examples that were read, also
+    with ``drop_last`` or a sampler. Loss, evidence and posterior share one temperature T.
+    (laplace-torch divides the prior by T in the loss, and multiplies the initial precision by T.)
+    ``losses`` are epoch means of the objective of `OnlineTraining`. The defaults are the defaults
+    of `PriorLearner`; laplace-torch's are marglik_frequency=1, keep="best", prior_prec_init=1.0 and
+    sigma_noise_init=1.0.
 
     Args:
         model: the network; returns logits, or means in regression.
@@ -84,50 +85,49 @@ def marglik_training(
         likelihood: "classification", "regression", "bernoulli", or another of
             `kfac_backend.likelihoods`.
         hessian_structure: "kron", or from Jacobians "full", "diag" or "lowrank".
-        backend: `KfacGGN`, which is the default, `KfacEF`, or laplace-torch's for these matrices.
+        backend: `KfacGGN` (the default), `KfacEF`, or a backend of laplace-torch for the same
+            matrices.
         optimizer_cls: class of the network's optimiser.
-        optimizer_kwargs: its keywords; a weight decay is set to 0 with a warning.
-        scheduler_cls: class of a learning-rate schedule, stepped after every batch; None keeps the
-            rate constant, and the average removes its noise.
-        scheduler_kwargs: its keywords.
+        optimizer_kwargs: keywords of the optimiser. A weight decay is set to 0 with a warning.
+        scheduler_cls: class of a learning-rate schedule, stepped after every batch. None keeps the
+            learning rate constant; the average then removes the noise of the steps.
+        scheduler_kwargs: keywords of the schedule.
         n_epochs: number of epochs.
         lr_hyp: Adam's step size on the log hyperparameters.
-        prior_structure: "layerwise" or "scalar".
+        prior_structure: "layerwise" for one precision per parameter tensor, or "scalar" for one.
         n_epochs_burnin: no update before the end of this epoch.
-        n_hypersteps: hyperparameter steps per update.
-        marglik_frequency: epochs between updates; None spreads twenty over the epochs.
-        prior_prec_init: initial prior precision; includes N. None corresponds to a weight decay of
-            5e-4.
-        sigma_noise_init: initial noise σ of regression.
+        n_hypersteps: number of hyperparameter steps per update.
+        marglik_frequency: number of epochs between updates. None makes twenty updates.
+        prior_prec_init: initial prior precision δ, which includes N. None corresponds to a weight
+            decay of 5e-4.
+        sigma_noise_init: initial noise σ of regression, in the unit of the targets.
         temperature: T of the likelihood.
         fix_sigma_noise: whether to keep σ at its initial value.
-        progress_bar: whether to show progress.
-        enable_backprop: whether predictions of the result keep their graph in the input.
-        dict_key_x: the input's key in batches that are mappings, or several keys; None: the mapping
-            goes to the model as a whole, as in laplace-torch.
-        dict_key_y: the targets' key in batches that are mappings.
-        fabric: devices and precision, launched; ``train_loader`` is then this rank's shard, see
-            `OnlineTraining`. None takes the model's device.
-        keep: "last", or "best" for the parameters of the update with the highest evidence, as
+        progress_bar: whether to show a progress bar.
+        enable_backprop: whether predictions can be differentiated with respect to the inputs.
+        dict_key_x: key of the input in batches that are mappings, or several keys. None passes the
+            whole mapping to the model, as in laplace-torch.
+        dict_key_y: key of the targets in batches that are mappings.
+        fabric: launched Fabric with devices and precision; ``train_loader`` is then this rank's
+            shard, see `OnlineTraining`. None uses the model's device.
+        keep: "last", or "best" for the parameters of the update with the highest evidence, as in
             laplace-torch; see `Schedule`.
         average: parameters that are averaged, see `Schedule`.
         held_out: held-out batches, see `OnlineTraining`.
-        correct_decays: whether these batches correct the weight decays of a classifier, see
+        correct_decays: whether the held-out batches correct the weight decays of a classifier, see
             `DecayPolicy.corrected`.
-        curvature_from: "pass" uses all data in each update, as laplace-torch does; see
+        curvature_from: "pass" uses all data in each update, as in laplace-torch; see
             `LearnerOptions`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
             ``fisher`` and ``mc_samples``, which the backend sets.
 
-    Returns:
-        ``laplace``, the fitted Laplace approximation, with one prior precision or one per tensor;
-        ``model``, the network with its parameters; ``negative_evidences`` (nats) at every
-        hyperparameter step; ``losses`` of every epoch.
+    Raises:
+        ValueError: an option is not supported.
     """
     if prior_structure not in ("layerwise", "scalar"):
         raise ValueError(
             f"prior_structure={prior_structure!r} is not supported. Choose 'layerwise' (one "
-            "precision per parameter tensor) or 'scalar' (a single one). For one precision per "
+            "precision per parameter tensor) or 'scalar' (one precision). For one precision per "
             "parameter, use laplace.marglik_training(..., backend=KfacGGN)."
         )
 
@@ -188,7 +188,7 @@ def marglik_training(
     number = 1 if prior_structure == "scalar" else posterior.n_layers
     laplace = Laplace(
         model,
-        posterior.likelihood,  # with the parameters that were learned
+        posterior.likelihood,  # with its learned parameters
         "all",
         hessian_structure,
         options=curvature,
@@ -199,7 +199,7 @@ def marglik_training(
     )
     laplace.restore(posterior.fitted_curvature(), posterior.sample_size)
     laplace.fingerprints = posterior.fingerprints
-    model.eval()  # as laplace-torch leaves it
+    model.eval()  # as in laplace-torch
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
     negative_evidences = [-evidence for evidence in result.evidences]
     return MarglikTraining(laplace, model, negative_evidences, losses)

@@ -1,8 +1,8 @@
-"""Set the prior of a trained network: by the evidence, or by the validation loss.
+"""Set the prior of a trained network, by the evidence or by the validation loss.
 
-It is better to learn the prior during the training (`marglik.training.loop`), because a network
-that was trained before is not at the MAP of the new prior. Source of choosing the prior by its
-evidence after training: Daxberger et al. 2021 (arXiv:2106.14806).
+If you can, learn the prior during the training instead (`marglik.training.loop`). A trained network
+is not at the MAP of a prior that changes afterwards. Source of the evidence after training:
+Daxberger et al. 2021 (arXiv:2106.14806).
 """
 
 import math
@@ -30,14 +30,14 @@ SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
 
 @dataclass(frozen=True)
 class PriorFit:
-    """The new prior precision, which the posterior already has."""
+    """A chosen prior precision, which the posterior already has."""
 
     prior_precision: dict[str, float]
-    """Group name -> δ; includes N."""
+    """Group name -> δ, which includes N: the weight decay is T δ/N."""
     sigma_noise: float
-    """σ of regression, 1 otherwise."""
+    """σ of regression, in the unit of the targets; 1 otherwise."""
     objective: float
-    """The log marginal likelihood (nats), or the validation loss, at this prior."""
+    """Log marginal likelihood (nats), or validation loss, at this prior."""
 
 
 def maximize_evidence(
@@ -48,13 +48,13 @@ def maximize_evidence(
 ) -> PriorFit:
     """Set δ, and σ of regression, to the values that maximise the evidence.
 
-    It runs L-BFGS-B on the logarithms with the exact gradient, from the current values. This takes
-    some milliseconds once the eigenvalues are known.
+    It runs L-BFGS-B on log δ and log σ with the exact gradient, from the current values. This takes
+    some milliseconds after the eigenvalues have been computed.
 
     Args:
-        laplace: a fitted posterior, whose hyperparameters are set.
-        structure: the tensors that share a δ, see `PriorGroups.from_model`.
-        learn_sigma_noise: False keeps σ of regression.
+        laplace: a fitted posterior. The function sets its δ and σ.
+        structure: groups of tensors that share a δ, see `PriorGroups.from_model`.
+        learn_sigma_noise: whether to change σ of regression.
 
     Raises:
         ValueError: the eigenvalues are corrected, or the structure does not fit the model.
@@ -64,14 +64,14 @@ def maximize_evidence(
         from scipy.optimize import minimize  # imported here: it takes long
 
     if laplace.fitted_curvature().is_corrected:
-        # The diagonal in a basis that is not the block's eigenbasis: Σ log ≥ log det (Hadamard).
+        # They are a diagonal in another basis than the eigenbasis: Σ log ≥ log det (Hadamard).
         raise ValueError(
             "With corrected eigenvalues the evidence is only a lower bound, and its maximum is "
             "misleading. Fit with corrected=False, call maximize_evidence, then fit with "
             "corrected=True to predict."
         )
     groups, terms = PriorGroups.from_model(laplace.model, structure), laplace.evidence_terms
-    # A group starts at the geometric mean of its tensors.
+    # Start at the geometric mean of each group's tensors.
     logs = laplace.precision_per_block(laplace.prior_precision.double()).log()
     sums, numbers = (terms.sum_over_blocks(v, groups.index) for v in (logs, torch.ones_like(logs)))
     initial = (sums / numbers.clamp(min=1)).tolist()
@@ -96,7 +96,7 @@ def maximize_evidence(
     minimum = minimize(
         objective, initial, jac=True, method="L-BFGS-B", bounds=bounds, options=options
     )
-    # "ABNORMAL" is a line search that rounding keeps from getting higher: it is at the maximum.
+    # "ABNORMAL" means that rounding stopped the line search: it is at the maximum.
     if not minimum.success and "ABNORMAL" not in str(minimum.message):
         raise FloatingPointError(
             f"The evidence could not be maximised over the prior: {minimum.message}."
@@ -123,16 +123,17 @@ def minimize_validation_loss(
     appears if the loss still decreases at a bound of the search.
 
     Args:
-        laplace: a fitted posterior, whose δ is set.
-        loss: a loader of validation data, for the NLL of the posterior's predictive on it, or any
+        laplace: a fitted posterior. The function sets its δ.
+        loss: a loader of validation data, to minimise the NLL of the posterior's predictive, or any
             function of the posterior.
         bounds: smallest and largest δ.
         grid_size: number of points of the grid, at least three.
 
     Raises:
-        TypeError: the loss is neither, or is an iterator, which can be read only once.
-        ValueError: the bounds are not an interval of positive numbers.
-        FloatingPointError: the loss is finite nowhere on the grid.
+        TypeError: the loss is neither a loader nor a function, or it is an iterator, which can be
+            read only once.
+        ValueError: the bounds are not an interval of positive numbers, or the grid is too small.
+        FloatingPointError: the loss is not finite at any point of the grid.
     """
     with extra("statistics"):
         from scipy.optimize import minimize_scalar  # imported here: it takes long
@@ -181,7 +182,7 @@ def minimize_validation_loss(
 
 
 def _nll(laplace: Posterior, batches: Iterable[Any]) -> float:
-    """Return the NLL of the posterior's predictive (nats, mean over terms), by the same noise."""
+    """Return the NLL of the predictive (nats, mean over terms), with the same samples each time."""
     generator = torch.Generator(laplace.mean.device).manual_seed(0)
     predict = laplace_predictive(laplace, generator=generator)
     prediction, targets = predict_all(predict, batches)

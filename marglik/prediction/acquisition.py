@@ -1,9 +1,9 @@
-"""Choose the inputs whose labels are worth buying (active learning).
+"""Choose the inputs to label next (active learning).
 
 The default score is the mutual information between a label and the parameters,
-I(y; θ | x) = H(E p(y|x, θ)) − E H(p(y|x, θ)) in nats, under the uncalibrated posterior. An
-ambiguous input has a high entropy and little mutual information: its label says little about the
-parameters. For regression with Gaussian noise it is ½ log det(I + J Σ Jᵀ/σ²).
+I(y; θ | x) = H(E p(y|x, θ)) − E H(p(y|x, θ)) in nats, under the uncalibrated posterior. For
+regression with Gaussian noise it is ½ log det(I + J Σ Jᵀ/σ²). An ambiguous input has a high entropy
+but little mutual information, because its label hardly informs about the parameters.
 Sources: Houlsby et al. 2011 (arXiv:1112.5745); Kirsch, van Amersfoort & Gal 2019
 (arXiv:1906.08158) for the joint choice of several inputs.
 """
@@ -35,8 +35,8 @@ AcquisitionMethod = Literal["mutual_information", "entropy", "margin", "random"]
 MOST_CANDIDATES = 500
 """Number of candidates of a joint choice: the inputs with the highest scores."""
 MOST_LABELLINGS = 512
-"""Maximum number of joint labels of the chosen inputs over which a joint choice averages. If there
-are more, as many are drawn at random."""
+"""Maximum number of joint labels of the chosen inputs over which a joint choice averages. If more
+are possible, it draws this number at random."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Acquisition:
     """Inputs to label, and the score of each input of the pool."""
 
     index: Int64[Tensor, " number"]
-    """Positions in the pool, in the order of choice."""
+    """Positions of the chosen inputs in the pool, in the order of choice."""
     gain: Float[Tensor, " number"]
-    """Score of each chosen input. For a joint choice it is the mutual information beyond the labels
-    of the earlier inputs (nats), otherwise the input's own score."""
+    """Score of each chosen input. For a joint choice it is the mutual information (nats) that its
+    label adds to the labels of the inputs chosen before."""
     scores: Float[Tensor, " M"]
-    """Each input's own score; NaN for inputs that are labelled already."""
+    """Score of each input of the pool on its own; NaN for inputs that already have labels."""
 
 
 def acquire(
@@ -67,36 +67,36 @@ def acquire(
 ) -> Acquisition:
     """Choose the inputs of a pool to label next.
 
-    Of inputs with equal scores the first is chosen.
+    If several inputs have equal scores, it chooses the first.
 
     Args:
-        source: the posterior, or a predictive such as an `Ensemble` or ``map_predictive(model)``. A
-            predictive's mutual information is its epistemic uncertainty. A predictive of
-            `calibrate` is used without its calibration, which removes epistemic uncertainty.
-        pool: the inputs: a tensor, an array or a mapping of tensors with M examples, or a loader
-            with a fixed order, whose batches are inputs or begin with them.
+        source: the posterior, or a predictive such as an `Ensemble` or ``map_predictive(model)``.
+            The mutual information of a predictive is its epistemic uncertainty. `acquire` ignores
+            the calibration by `calibrate`, because it removes epistemic uncertainty.
+        pool: the inputs: a tensor, an array or a mapping of tensors with M examples; or a loader
+            with a fixed order, whose batches are inputs, or tuples that begin with the inputs.
         number: number of inputs to choose.
-        method: the score. "mutual_information" between the label and the parameters (nats, summed
-            over the outputs if each has a separate target). "entropy" of the predicted class
-            probabilities (nats). "margin": minus the difference of the two largest class
-            probabilities. "random": uniform random numbers.
-        labelled: indices, or a mask (M,), of inputs that must not be chosen again.
-        joint: whether each choice accounts for the labels of the earlier ones, so that no two
-            inputs are chosen for the same information. The choice is greedy, by the mutual
-            information between all their labels and the parameters of all layers, among the 500
-            inputs with the highest scores. It needs the posterior. For classes it averages over
-            ``samples`` of the linearised network. For regression it is exact and needs a tensor of
-            vectors (M, d).
+        method: the score. "mutual_information" is between the label and the parameters (nats,
+            summed over the outputs if each has its own target). "entropy" is the entropy of the
+            predicted class probabilities (nats). "margin" is minus the difference of the two
+            largest class probabilities. "random" draws uniform random numbers.
+        labelled: indices, or a mask (M,), of inputs that must not be chosen.
+        joint: whether each choice accounts for the labels of the inputs chosen before, so that two
+            inputs are not chosen for the same information. The choice is greedy among the 500
+            inputs with the highest scores. It maximises the mutual information between all chosen
+            labels and the parameters of all layers. It needs the posterior. For classes it averages
+            over ``samples`` of the linearised network. For regression it is exact and needs a
+            tensor of vectors (M, d).
         samples: number of samples of the outputs, for classes.
-        layers: the layers with uncertain parameters, see `PredictiveConfig`.
+        layers: layers whose uncertainty is included, see `PredictiveConfig`.
         batch_size: number of inputs per batch.
         generator: random generator on the model's device. None draws the same numbers at each call.
 
     Raises:
-        ValueError: an unknown method, more inputs than the pool has unlabelled ones, labelled
-            inputs that the pool does not have, or a method that the likelihood does not support.
-        NotImplementedError: outputs (N, ..., C) of several positions; a joint choice for a
-            likelihood other than regression and the likelihoods of classes.
+        ValueError: the method is unknown or does not fit the likelihood, the pool has fewer
+            unlabelled inputs than ``number``, or ``labelled`` does not fit the pool.
+        NotImplementedError: outputs (N, ..., C) have several positions, or a joint choice has a
+            likelihood other than regression or classes.
     """
     check_option("method", method, AcquisitionMethod)
     check_positive("number", number)
@@ -110,7 +110,7 @@ def acquire(
     if generator is None:
         device = source.mean.device if isinstance(source, Posterior) else "cpu"
         generator = torch.Generator(device).manual_seed(0)
-    # Step 1: compute each input's own score.
+    # Step 1: compute the score of each input on its own.
     score_of = _scores_of(source, method, samples, layers, generator)
     with torch.no_grad():
         scores = torch.cat([score_of(x).double().cpu() for x in _batches(pool, batch_size)])
@@ -160,7 +160,7 @@ def _batches(pool: Any, batch_size: int) -> Iterator[Any]:
 
 
 def _mask(labelled: Any, M: int) -> Tensor:
-    """Return the mask (M,) of inputs that are labelled already."""
+    """Return the mask (M,) of inputs that already have labels."""
     mask = torch.zeros(M, dtype=torch.bool)
     if labelled is None:
         return mask
@@ -201,7 +201,7 @@ def _scores_of(
         )
     predict = source
     if isinstance(source, Posterior):
-        # Score the label as recorded: with label noise it carries less information.
+        # Score the recorded label, which has less information if labels may be wrong.
         config = PredictiveConfig(
             "mc", samples, layers=layers, calibration="none", labels="observed"
         ).for_posterior(source)
@@ -230,7 +230,7 @@ def _scores_of(
             return largest[:, 1] - largest[:, 0]
         if method == "entropy":
             scores = prediction.entropy
-        elif likelihood.kind == "continuous":  # for a Gaussian with these two moments
+        elif likelihood.kind == "continuous":  # the formula of a Gaussian with the same moments
             scores = 0.5 * (prediction.epistemic / prediction.aleatoric).log1p()
         else:
             scores = prediction.epistemic
@@ -255,14 +255,14 @@ def _half_log_det(V: Float[Tensor, "*n C C"]) -> Float[Tensor, "*n"]:
     return 0.5 * torch.logdet(V + torch.eye(V.shape[-1]).to(V))
 
 
-# Joint choices are greedy. This reaches at least 63 % of the best choice's information, because the
+# A greedy joint choice has at least 63 % of the information of the best choice, because the
 # information of labels that are independent given θ is submodular.
 
 
 def _choose_numbers(
     posterior: Posterior, x: Any, number: int, samples: int, generator: torch.Generator
 ) -> tuple[list[int], list[Tensor]]:
-    """Choose by the candidates' joint output covariance, given the chosen targets (regression)."""
+    """Choose by the joint covariance of the candidates' outputs, for regression."""
     if posterior.likelihood.name != "regression" or not isinstance(x, Tensor) or x.dim() != 2:
         raise NotImplementedError(
             "joint=True supports likelihoods of classes, and 'regression' with a pool of vectors "
@@ -276,7 +276,7 @@ def _choose_numbers(
     for _ in range(number):
         gain = _half_log_det(V.diagonal(dim1=0, dim2=1).movedim(-1, 0))
         best = _first_of_largest(gain, chosen)
-        # The covariance given the target of the chosen input, which has noise I.
+        # Condition the covariance on the target of the chosen input, which has noise I.
         noisy = V[best, best] + torch.eye(C).to(V)
         V = V - V[:, None, best] @ torch.linalg.solve(noisy, V[best])[None]
         chosen.append(best)
@@ -287,7 +287,7 @@ def _choose_numbers(
 def _choose_labels(
     posterior: Posterior, x: Any, number: int, samples: int, generator: torch.Generator
 ) -> tuple[list[int], list[Tensor]]:
-    """Choose by samples of the parameters, and hypothetical labels of chosen inputs (classes)."""
+    """Choose by samples of the parameters and hypothetical labels, for classes."""
     likelihood = posterior.likelihood
     f = posterior.linearised_outputs(posterior.sample(samples, generator), x)  # (S, T, C)
     if f.dim() != 3:
@@ -309,23 +309,23 @@ def choose_by_samples(
 ) -> tuple[list[int], list[Tensor]]:
     """Choose inputs greedily by I(y_B; θ), with θ uniform over S samples.
 
-    The information is exact for these samples as long as the chosen inputs have at most
-    `MOST_LABELLINGS` joint labels. Beyond, it is an average over drawn labels.
+    The information is exact for these samples while the chosen inputs have at most
+    `MOST_LABELLINGS` joint labels. With more, it is an average over random joint labels.
 
     Args:
-        p: the probability of each label of each candidate at each sample.
+        p: probability of each label of each candidate at each sample.
         number: number of inputs to choose.
         generator: random generator.
 
     Returns:
-        The candidates' indices, in the order of choice, and the information that each adds (nats).
+        Indices of the chosen candidates, in order, and the information that each adds (nats).
     """
     S, _, K = p.shape
     entropies = torch.special.entr(p).sum(-1)  # (S, T)
     flat = p.flatten(1)
-    # Each hypothetical labelling of the chosen inputs has a probability, and weights of the samples
-    # of θ given these labels. The information that a candidate adds is its mutual information with
-    # θ under these weights, averaged over labellings.
+    # A labelling gives a hypothetical label to each chosen input. It has a probability, and weights
+    # of the samples of θ given its labels. A candidate adds its mutual information with θ under
+    # these weights, averaged over the labellings.
     weights, probability = p.new_full((1, S), 1 / S), p.new_ones(1)
     chosen, gains = [], []
     for _ in range(number):
@@ -349,7 +349,7 @@ def choose_by_samples(
 
 
 def _first_of_largest(gain: Tensor, chosen: Iterable[int]) -> int:
-    """Return the first index with the largest gain, up to rounding, that is not chosen yet."""
+    """Return the first index, not chosen yet, with the largest gain up to rounding."""
     gain = gain.clone()
     gain[list(chosen)] = -torch.inf
     largest = gain.max()

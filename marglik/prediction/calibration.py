@@ -12,26 +12,26 @@ covariances of the held-out data are computed once. The search for the two numbe
 moment.
 
 Few held-out examples determine s and τ poorly. The minimum of the NLL of a hundred examples often
-has absurd numbers, such as τ → 0, or s = 0 with intervals that cover too little. Both numbers
-therefore have a prior at the uncalibrated s = τ = 1. The search minimises
+has absurd numbers, such as τ → 0, or s = 0 with intervals that are too narrow. Both numbers
+therefore have a prior around the uncalibrated s = τ = 1. The search minimises
 
     NLL + (`PRIOR_OF_SHARPNESS` (log τ)² + `PRIOR_OF_SCALE` (√s − 1)²) / (2 M)
 
-for M loss terms (log σ relative to the posterior's own in regression). With a hundred examples the
-prior is negligible. It is finite at s = 0, which is always tried.
+for M loss terms. In regression, log(σ / σ of the posterior) replaces log τ. With a hundred examples
+the prior is negligible. It is finite at s = 0, which the search always tries.
 
-Held-out labels are wrong as often as training labels. A temperature alone would make all
-predictions less confident to account for the wrong ones. For classes a third number ε, the share of
-random labels, is therefore fitted together with s and τ. Labels then have the probabilities (1 − ε)
-p + ε/C. The prior of ε favours 0, with `PRIOR_OF_NOISE` log(1 + ε/`SMALL_NOISE`) nats, so that a
-few hard examples do not count as noise.
+Held-out labels are wrong as often as training labels. A temperature alone would account for wrong
+labels by less confident predictions for all examples. For classes the search therefore has a third
+number ε, the share of random labels. Labels then have the probabilities (1 − ε) p + ε/C. The prior
+of ε favours 0, with `PRIOR_OF_NOISE` log(1 + ε/`SMALL_NOISE`) nats, so that a few hard examples do
+not count as noise.
 
-If a network has learned almost nothing, ε → 1 and τ → ∞ explain held-out labels equally well. For
-two classes whose outputs differ by a small f, (1 − ε) p + ε/2 = ½ ± (1 − ε)f/4τ, which determines
-only (1 − ε)/τ. If a network is always confident, ε costs less. But the true class has the
-probabilities softmax(f/τ), whose confidence ε does not change. If ε would replace a τ of more than
-2, that is, beyond ½, it costs an additional ½ `PRIOR_OF_MOST_NOISE` log²(2(1 − ε)), and τ explains
-such labels.
+Held-out labels may not distinguish ε from τ. If a network has learned almost nothing, ε → 1 and τ →
+∞ explain them equally well. For example, if the outputs of two classes differ by a small f, (1 − ε)
+p + ε/2 = ½ ± (1 − ε)f/4τ depends only on (1 − ε)/τ. For an always confident network ε costs less
+than τ, but ε does not change the confidence of softmax(f/τ), the probabilities of the true class.
+Above ε = ½, where ε would replace a τ of more than 2, the prior therefore adds
+½ `PRIOR_OF_MOST_NOISE` log²(2(1 − ε)). The search then selects τ for such labels.
 """
 
 import logging
@@ -78,9 +78,9 @@ from marglik.prediction.predictive import (
 _logger = logging.getLogger(__name__)
 
 LOG_SCALES = math.log(1e-6), math.log(1e4)
-"""Bounds of the search for log s; below them, predictions equal s = 0."""
+"""Bounds of the search for log s. Below them, predictions are the same as with s = 0."""
 LOG_SHARPNESS = math.log(1e-3), math.log(1e3)
-"""Bounds of the search for log τ, and for log σ relative to the posterior's."""
+"""Bounds of the search for log τ, and for log(σ / σ of the posterior)."""
 PRIOR_OF_SHARPNESS, PRIOR_OF_SCALE = 3.0, 3.0
 """Precisions of the prior of log τ (log σ) and √s. They were chosen on six data sets with 30, 90
 and 300 held-out examples, and checked on five others; see docs/calibration.md."""
@@ -89,8 +89,8 @@ PRIOR_OF_NOISE, SMALL_NOISE = 0.5, 1e-3
 digits with 200 held-out examples. With twice and four times the value, some networks did not detect
 40 % of wrong labels."""
 PRIOR_OF_MOST_NOISE, MUCH_NOISE = 32.0, 0.5
-"""Start of the additional prior on ε. Chosen on two, five and ten classes with 200 and 1,000
-held-out examples, see docs/label-noise.md."""
+"""Scale of the additional prior on ε, and the ε above which it applies. Chosen on two, five and ten
+classes with 200 and 1,000 held-out examples, see docs/label-noise.md."""
 LARGEST_NOISE = 0.95
 WRONG_LABELS = 0.03
 """Share of wrong held-out labels above which a likelihood without label noise logs a hint."""
@@ -99,16 +99,16 @@ NOISES = (0.0, 0.1, 0.4)
 STARTS = (1.0, 0.1, 0.01)
 """Initial scales of the search, because the NLL may have several minima in s."""
 FEWEST_TERMS = 30
-"""Number of loss terms below which a warning appears: the smallest number with which the prior was
-checked."""
+"""Number of loss terms below which a warning appears. The prior was not checked with fewer."""
 ROUGH_TERMS = 1000
-"""Number of loss terms in these searches; the best one continues with all terms."""
+"""Number of loss terms in the searches from `STARTS`. The best one continues with all terms."""
 MOST_NUMBERS = 2**24
 """Maximum number of entries in the outputs of all samples, and in all covariances. For a language
 model this leaves some thousand positions, which are sufficient for s and τ."""
 
 Loss = Callable[[Tensor | None, Tensor, Tensor | None], Tensor]
-"""Mean NLL at (s, τ or σ, ε); None for s = 0, at which √s has no derivative, and for no ε."""
+"""Mean NLL (nats) at (s, τ or σ, ε). None stands for s = 0, where √s has no derivative, and for
+likelihoods without ε."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ class CalibratedPredictive(ModelPredictive):
     """A predictive with its calibration."""
 
     uncalibrated: Predictive = field(repr=False)
-    """The predictive at s = τ = 1. Its epistemic uncertainty scores how unusual inputs are, also if
-    calibration selected s = 0 and ``predict`` has no epistemic uncertainty."""
+    """The predictive at s = τ = 1. Use its epistemic uncertainty to score how unusual inputs are.
+    With s = 0, ``predict`` has no epistemic uncertainty."""
     calibration_fit: CalibrationFit
-    """The calibration, with NLLs of the held-out data with and without it."""
+    """The calibration, with the NLL of the held-out data with and without calibration."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class HeldOut:
     f: Float[Tensor, "M C"]
     """The network's outputs."""
     spread: Float[Tensor, "M C *other"] | Float[Tensor, "M S C"]
-    """J Σ Jᵀ under a posterior that is not fitted to this data. Its diagonal (M, C) is enough for
-    regression, Bernoulli outputs and the link "probit". Or deviations of sampled outputs from
-    ``f``: of linearised networks, or of an ensemble's members."""
+    """J Σ Jᵀ of a posterior that was fitted to other data. Its diagonal (M, C) is enough for
+    regression, Bernoulli outputs and the link "probit". Otherwise deviations from ``f`` of the
+    outputs of linearised networks, or of the members of an ensemble."""
     targets: Tensor
     """Class indices (M,), or (M, C)."""
     sigma_noise: float = 1.0
@@ -158,15 +158,15 @@ class HeldOut:
         Args:
             posterior: the posterior, fitted to other data.
             batches: (x, y), or mappings, with targets as in the fit.
-            config: layers whose uncertainty is included, and whether linearised networks are
-                sampled.
+            config: options of the predictive: its layers, and whether it samples linearised
+                networks.
             progress: whether to show a progress bar.
-            ranks: the ranks that each have a part of every batch, see `predict_all`; all get the
-                whole.
+            ranks: the ranks that each have a part of every batch, see `predict_all`. All get the
+                whole result.
             links: the links to calibrate; "probit" alone needs only variances.
 
         Raises:
-            ValueError: there is no batch, no target that counts, or targets do not fit the outputs.
+            ValueError: there is no batch, no target counts, or targets do not fit the outputs.
         """
         model, likelihood, device = posterior.model, posterior.likelihood, posterior.mean.device
         config = config.for_posterior(posterior)
@@ -258,18 +258,18 @@ def collected(
     """Return outputs, spreads and targets of all held-out terms, or an evenly spaced part of many.
 
     Args:
-        outputs_and_spread: function from inputs to outputs (N, ..., C) and their spread, one row
-            per loss term that counts. It gets the mask of these terms, None if all count.
+        outputs_and_spread: function from inputs and a mask of the loss terms that count (None for
+            all) to outputs (N, ..., C) and their spread, one row per loss term that counts.
         batches: (x, y), or mappings.
-        model: the network, which may determine how its labels are matched.
+        model: the network, which may determine whether labels are shifted.
         likelihood: likelihood of the targets.
-        options: form of the batches' targets.
+        options: form of the targets in batches.
         samples: S, if the spread contains deviations (M, S, C).
-        ranks: the ranks that each have a part of every batch; all get the whole.
+        ranks: the ranks that each have a part of every batch. All get the whole result.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: there is no batch, or no target that counts.
+        ValueError: there is no batch, or no target counts.
     """
     task = Task(likelihood, options)
 
@@ -294,8 +294,8 @@ def collected(
     num_seen, stride = 0, 1
     parts = gathered(of_batch, batches, options, "Calibrating", progress, ranks)
     for f, spread, y in parts:
-        # Use the same terms for variances and covariances, so that a link's calibration does not
-        # depend on other requested links.
+        # Use the same terms for variances and covariances. Otherwise the calibration of a link
+        # would depend on the other requested links.
         most = max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * (samples or f.shape[1])))
         is_chosen = (torch.arange(num_seen, num_seen + len(f)) % stride) == 0
         num_seen += len(f)
@@ -322,7 +322,7 @@ def calibrate(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> CalibratedPredictive:
-    """Return the posterior's predictive with the s and τ (or s and σ) of least held-out NLL.
+    """Fit s and τ (or s and σ) to held-out data, and return the posterior's calibrated predictive.
 
     Use it if predictions serve as probabilities. A few hundred validation examples are enough for
     two numbers. The posterior stores the calibration. `laplace_predictive` then uses it, and
@@ -330,23 +330,22 @@ def calibrate(
 
     Args:
         posterior: the fitted posterior.
-        batches: validation data (x, y), or mappings. A warning counts the examples that the
-            posterior was fitted to, also if they are a part of the batches.
+        batches: validation data (x, y), or mappings. A warning appears if some of the examples are
+            training data of the posterior.
         config: options of the predictive.
-        generator: generator of the samples, on the model's device; None draws the same samples as
+        generator: generator of the samples, on the model's device. None draws the same samples as
             the search.
         progress: whether to show a progress bar over the batches.
 
     Raises:
         AttributeError: the posterior is not fitted.
-        ValueError: there is no held-out target that counts, or a batch has no examples.
+        ValueError: no held-out target counts, or a batch has no examples.
     """
     config = config.for_posterior(posterior)
     fit = calibrations_of(posterior, batches, config, [config.method], progress=progress)[
         config.label
     ]
-    # Use the seed of the search: s and τ are best for its samples. Other samples would add a
-    # sampling error.
+    # Use the seed of the search, because s and τ are best for its samples.
     generator = generator or torch.Generator(posterior.mean.device).manual_seed(0)
     return _calibrated(posterior, config, generator.get_state(), fit)
 
@@ -356,7 +355,7 @@ def _calibrated(
 ) -> CalibratedPredictive:
     """Return the predictive at a calibration, with samples from a generator in this state."""
     generator, predictives = torch.Generator(posterior.mean.device), []
-    # Without a calibration, ε is the likelihood's own. Both predictives use the same samples.
+    # Without a calibration, ε is the ε of the likelihood. Both predictives use the same samples.
     plain = Calibration(label_noise=label_noise_of(posterior.likelihood, None))
     for calibration in (plain, fit.calibration):
         generator.set_state(state)
@@ -386,15 +385,15 @@ def calibrations_of(
     progress: bool = False,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> dict[str, CalibrationFit]:
-    """Calibrate the predictives of several links; return label -> calibration.
+    """Calibrate the predictives of several links, and return label -> calibration.
 
-    They need the same outputs and covariances, so one pass over the data is enough for all. With
+    One pass over the data is enough, because all links need the same outputs and covariances. With
     method "linearised", only this predictive is calibrated. The posterior stores the calibrations.
 
     Args:
         posterior: the fitted posterior.
         batches: validation data (x, y), or mappings.
-        config: layers whose uncertainty is included, and the number of samples of link "mc".
+        config: options of the predictive: its layers, and the number of samples of link "mc".
         links: the links.
         progress: whether to show a progress bar over the batches.
         ranks: the ranks that each have a part of every batch, see `predict_all`; all get exactly
@@ -410,8 +409,7 @@ def calibrations_of(
             warnings.warn(
                 f"{number} of the {len(validation)} held-out examples are training data. The "
                 "network is more confident there than on new data, so the calibration is too "
-                "confident. "
-                "Calibrate with validation data.",
+                "confident. Calibrate with validation data.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -429,7 +427,7 @@ def calibrations_of(
         fits[label] = fit = fit_calibration(held_out, link, config.samples)
         if fit.calibration.covariance_scale == 0:
             _logger.warning("%s: %s", label, fit.calibration.in_words)
-    fits = ranks.gather(fits)[0]  # to the bit
+    fits = ranks.gather(fits)[0]  # the same bits on all ranks
     C = held_out.f.shape[-1]
     wrong = max(fit.map_calibration.label_noise for fit in fits.values()) * (C - 1) / C
     if posterior.likelihood.name == "classification" and wrong > WRONG_LABELS and ranks.rank == 0:
@@ -443,35 +441,34 @@ def calibrations_of(
 
 
 def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100) -> CalibrationFit:
-    """Return the s and τ, or s and σ, of lowest held-out NLL.
+    """Return the calibration (s and τ, or s and σ) with the lowest held-out NLL.
 
-    It takes about a second for 10,000 examples.
+    The search takes about a second for 10,000 examples.
 
     Args:
         held_out: the held-out data.
         link: method that turns Gaussian outputs into probabilities.
-        samples: number of samples of link "mc", the same ones for all s and τ; without effect if
-            ``held_out`` has sampled deviations.
+        samples: number of samples of link "mc", which are the same for all s and τ. It has no
+            effect if ``held_out`` has sampled deviations.
     """
     check_option("link", link, Link)
     f = held_out.f
     generator = torch.Generator(f.device).manual_seed(0)
     noise = torch.randn(samples, f.shape[1], generator=generator, device=f.device, dtype=f.dtype)
     noise = noise.double()
-    # One subset of the terms for all links, so that their NLLs can be compared. In float64, because
-    # near the flat minimum of the NLL float32's rounding would determine the end of the search.
+    # Use one subset of the terms for all links, so that their NLLs can be compared. Use float64,
+    # because rounding in float32 would determine the end of the search near the flat minimum.
     S = held_out.spread.shape[1] if held_out.is_sampled else samples
     held_out = held_out.some(max(ROUGH_TERMS, MOST_NUMBERS // (f.shape[1] * S))).double()
     loss, own = held_out.loss(link, noise), _own(held_out)
 
-    # Step 1: only τ and ε, the temperature-scaled MAP.
+    # Step 1: search only τ and ε, for the temperature-scaled MAP.
     of_map, at_map = _least_at_scale(held_out, loss, 0.0)
-    # Step 2: s and the others, first from several starts on a part, then from the best on all
-    # terms.
+    # Step 2: search all numbers, from several starts on some terms, then from the best on all.
     subset = held_out.some(ROUGH_TERMS)
     starts = [_least(subset, subset.loss(link, noise), [math.log(s), *at_map]) for s in STARTS]
     of_all, (log_scale, *others) = _least(held_out, loss, min(starts)[1])
-    # Step 3: if the covariance does not help, the MAP is the simpler predictive.
+    # Step 3: if the covariance does not help, use the MAP, the simpler predictive.
     best = (math.exp(log_scale), others) if of_all < of_map else (0.0, at_map)
 
     def nll(s: float, others: Sequence[float]) -> float:
@@ -479,7 +476,7 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
         scale = torch.tensor(s, dtype=torch.float64) if s else None
         return loss(scale, sharp, label_noise).item()
 
-    # Without a calibration, ε is the likelihood's own.
+    # Without a calibration, ε is the ε of the likelihood.
     own_noise = label_noise_of(held_out.likelihood, None)
     uncalibrated = [own] + [_log_noise(own_noise)] * (len(at_map) - 1)
     return CalibrationFit(
@@ -494,12 +491,12 @@ def fit_calibration(held_out: HeldOut, link: Link = "probit", samples: int = 100
 
 
 def fit_sharpness(held_out: HeldOut, scale: float) -> Calibration:
-    """Return the τ and ε, or σ of regression, of lowest held-out NLL at a fixed s.
+    """Return the τ and ε, or σ of regression, with the lowest held-out NLL at a fixed s.
 
     Args:
         held_out: the held-out data.
-        scale: s; 0 for the MAP, which does not use the spread, and 1 for a mixture of networks,
-            whose deviations are the spread.
+        scale: s. 0 is the MAP, which does not use the spread. 1 is a mixture of networks, whose
+            deviations are the spread.
     """
     held_out = held_out.double()
     loss = held_out.loss("mc", held_out.f[:0])
@@ -507,7 +504,7 @@ def fit_sharpness(held_out: HeldOut, scale: float) -> Calibration:
 
 
 def scaled_loss(held_out: HeldOut) -> float:
-    """Return the NLL (nats per loss term) of the MAP at the τ and ε, or σ, of `fit_sharpness`."""
+    """Return the MAP's NLL (nats per loss term), with τ and ε, or σ, from `fit_sharpness`."""
     held_out = held_out.double()
     loss = held_out.loss("mc", held_out.f[:0])
     _, at_map = _least_at_scale(held_out, loss, 0.0)
@@ -515,7 +512,7 @@ def scaled_loss(held_out: HeldOut) -> float:
 
 
 def _least_at_scale(held_out: HeldOut, loss: Loss, scale: float) -> tuple[float, list[float]]:
-    """Return the minimum at a fixed s over log τ, and for classes over the noise's coordinate."""
+    """Return the minimum at a fixed s over log τ, and for classes over the coordinate of ε."""
     has_noise = held_out.likelihood.kind == "classes"
     starts = [[_log_noise(noise)] for noise in NOISES] if has_noise else [[]]
     return min(_least(held_out, loss, [_own(held_out), *start], scale) for start in starts)
@@ -553,12 +550,12 @@ def _least(
     Args:
         held_out: the data.
         loss: its NLL.
-        start: log τ, or log σ for regression; for classes then the coordinate of ε; without a fixed
-            s, log s before them.
+        start: initial values: log s unless s is fixed, then log τ (log σ for regression), then for
+            classes the coordinate of ε.
         scale: the fixed s.
 
     Raises:
-        FloatingPointError: a loss that is not finite at the start.
+        FloatingPointError: the loss is not finite at the start.
     """
     with extra("statistics"):
         from scipy.optimize import minimize  # imported here, because it takes long
@@ -569,7 +566,7 @@ def _least(
     has_noise = likelihood.kind == "classes"
     has_scale = len(start) > 1 + has_noise
     if likelihood.kind == "continuous" and not likelihood.has_sigma:
-        of_sharpness = 0.0, 0.0  # neither τ nor σ: these outputs are no logits
+        of_sharpness = 0.0, 0.0  # no τ and no σ, because these outputs are not logits
     bounds = [LOG_SCALES] * has_scale + [(own + of_sharpness[0], own + of_sharpness[1])]
     bounds += [(0.0, _log_noise(LARGEST_NOISE))] * has_noise
 
@@ -584,7 +581,7 @@ def _least(
         if noise is not None:
             excess = (log_least_right - torch.log1p(-noise)).clamp_min(0)
             prior = prior + PRIOR_OF_MOST_NOISE * excess**2
-            if not own_noise:  # otherwise the user expects wrong labels
+            if not own_noise:  # a likelihood with ε means that the user expects wrong labels
                 prior = prior + 2 * PRIOR_OF_NOISE * others[1]
         value = loss(s if has_scale or scale else None, sharp, noise) + 0.5 * prior / M
         (gradient,) = torch.autograd.grad(value, v)
@@ -592,14 +589,14 @@ def _least(
 
     function: Callable[[np.ndarray], tuple[float, np.ndarray]] = objective
     is_softmax = likelihood.name in ("classification", "noisy_classification")
-    if is_softmax and scale == 0 and not has_scale:  # the same, ten times as fast
+    if is_softmax and scale == 0 and not has_scale:  # the same function, ten times as fast
         function = objective_of_map(held_out)
     if not math.isfinite(function(np.array(start))[0]):
         raise FloatingPointError(
             "The held-out NLL is not finite. Check the network's outputs and the held-out targets."
         )
-    # scipy's own tolerances stop while results of two starts, or of two roundings, still differ by
-    # per cents.
+    # With scipy's default tolerances, the results of two starts, or of two ways of rounding, would
+    # differ by per cents.
     tolerances = {"ftol": 1e-13, "gtol": 1e-9}
     minimum: Any = minimize(
         function, start, jac=True, method="L-BFGS-B", bounds=bounds, options=tolerances

@@ -2,12 +2,12 @@
 
     p(y|x) = 1/K Σ_k p(y | f_k(x) / τ)
 
-One network learns the weight decays. The others replay its weight decays over time
-(`PriorLearner.replay`). Each costs one training, without a grid search. τ is fitted to the mixture,
-because separately calibrated members make an underconfident mixture. The epistemic part of the
-prediction is the disagreement of the members: the mutual information between the label and the
-member, or the variance of their means. Sources: Lakshminarayanan et al. 2017 (arXiv:1612.01474); τ
-of the mixture: Rahaman & Thiery 2021 (arXiv:2007.08792).
+One network learns the weight decays. The others replay the same weight decays over time
+(`PriorLearner.replay`). Each member costs one training, without a grid search. τ is fitted to the
+mixture, because a mixture of separately calibrated members is underconfident. The epistemic part of
+the prediction is the disagreement of the members: the mutual information between the label and the
+member, or the variance of the means. Sources: Lakshminarayanan et al. 2017 (arXiv:1612.01474), and
+for τ of the mixture Rahaman & Thiery 2021 (arXiv:2007.08792).
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,17 +33,17 @@ from marglik.storage.record_files import ENSEMBLE, MEMBERS, read_record, write_r
 
 
 class Ensemble:
-    """A predictive: the mixture of several networks' predictions, with equal weights.
+    """A predictive that averages the predictions of several networks, with equal weights.
 
     For regression it is the Gaussian with the mean and the variance of the mixture of N(f_k, σ²).
 
     Args:
         models: the networks, of one architecture.
         likelihood: likelihood of the targets given the outputs.
-        sigma_noise: σ of regression.
-        calibration: τ, by which all outputs are divided, ε, and σ, which replaces ``sigma_noise``;
-            `calibrate` fits them.
-        seconds: training time of all members; 0 if it is not known.
+        sigma_noise: σ of regression, in the unit of the targets.
+        calibration: numbers that `calibrate` fits: τ, by which all outputs are divided; ε; and σ,
+            which replaces ``sigma_noise``.
+        seconds: training time of all members; 0 if it is unknown.
         labels: kind of the predicted label, see `PredictiveConfig`.
     """
 
@@ -71,7 +71,7 @@ class Ensemble:
 
     @property
     def model(self) -> nn.Module:
-        """The first member."""
+        """The first network."""
         return self.models[0]
 
     @property
@@ -80,7 +80,7 @@ class Ensemble:
         return f"ensemble of {len(self.models)}"
 
     def __call__(self, x: Any) -> Prediction:
-        """Return the prediction for inputs x; its epistemic part is the members' disagreement."""
+        """Return the prediction for inputs x. Its epistemic part is the members' disagreement."""
         calibration = self.calibration or Calibration()
         outputs = self._outputs(x) / calibration.output_temperature
         noise = PredictiveConfig(labels=self.labels).label_noise(self.likelihood, self.calibration)
@@ -105,19 +105,19 @@ class Ensemble:
         progress: bool = False,
         ranks: Ranks = Ranks(None),  # noqa: B008
     ) -> Calibration:
-        """Fit the τ, or σ, with which the mixture has the least held-out NLL, and predict with it.
+        """Fit τ, or σ, to the lowest held-out NLL of the mixture; later predictions use it.
 
-        With few examples, a weak prior at τ = 1, or at ``sigma_noise``, has an effect, see
+        With few examples, a weak prior around τ = 1, or around ``sigma_noise``, has an effect, see
         `marglik.prediction.calibration`.
 
         Args:
             batches: validation data (x, y), or mappings.
-            targets: form of the batches' targets.
+            targets: form of the targets in batches.
             progress: whether to show a progress bar over the batches.
-            ranks: the ranks that each have a part of every batch; all get exactly the same result.
+            ranks: the ranks that each have a part of every batch. All get exactly the same result.
 
         Raises:
-            ValueError: there is no held-out target that counts, or targets do not fit the outputs.
+            ValueError: no held-out target counts, or targets do not fit the outputs.
         """
 
         def outputs_and_spread(x: Any, counted: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ class Ensemble:
         return self.calibration
 
     def save(self, folder: str | Path) -> str:
-        """Write all members and τ to a folder; return the SHA-256 sum of ``ensemble.json``."""
+        """Write all members and τ to a folder, and return the SHA-256 sum of ``ensemble.json``."""
         folder = Path(folder)
         state = {
             f"{k}/{name}": tensor
@@ -148,7 +148,7 @@ class Ensemble:
             "seconds": self.seconds,
         }
         folder.mkdir(parents=True, exist_ok=True)
-        # Remove it first. From here on it would have the sum of a file that is being replaced.
+        # Remove the old record first, because it has the sum of the file that is replaced now.
         (folder / ENSEMBLE).unlink(missing_ok=True)
         sums = {MEMBERS: write_tensors(folder / MEMBERS, state)}
         return write_record(folder / ENSEMBLE, record, sums)
@@ -161,11 +161,11 @@ class Ensemble:
 
         Args:
             folder: folder written by `save`, for example by ``marglik train --members 5``.
-            model: a network of the members' architecture; members are copies of it.
+            model: a network with the architecture of the members, which are copies of it.
             device: device of the members; None keeps the model's device.
 
         Raises:
-            FileNotFoundError: there is no ensemble.
+            FileNotFoundError: there is no ensemble in the folder.
             ValueError: a file was altered, or the network has another architecture or dtype.
         """
         record = read_record(Path(folder) / ENSEMBLE)

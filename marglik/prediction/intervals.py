@@ -1,4 +1,4 @@
-"""Confidence intervals of metrics: the expected values that are consistent with the test set.
+"""Compute confidence intervals of metrics.
 
 All are two-sided intervals of level `LEVEL`. They cover only the random choice of the test set. The
 network, its training data and the seed are fixed. The variation between seeds is often larger.
@@ -7,8 +7,8 @@ Means have Wilson's or Student's interval, and the AUROC has DeLong's. AURC, AUP
 on the order of all examples and have no interval. The ECE has no interval either. Its estimate is
 biased upwards, because |accuracy − confidence| of a bin is positive even for a calibrated
 predictive. Resampling adds the same bias again: if the ECE is 0, no bootstrap interval contains it.
-The intervals of the bins' accuracies in the reliability diagram show instead which bins deviate by
-more than chance.
+The reliability diagram instead has an interval for the accuracy of each bin, which shows whether
+the bin deviates by more than chance.
 """
 
 import torch
@@ -31,7 +31,7 @@ LEVEL = 0.95
 
 
 def share_interval(successes: int, trials: int) -> Interval:
-    """Return the interval of a share (Wilson 1927, score method); accurate also near 0 and 1.
+    """Return Wilson's score interval of a share (Wilson 1927), which is accurate near 0 and 1, too.
 
     Args:
         successes: k.
@@ -45,10 +45,9 @@ def share_interval(successes: int, trials: int) -> Interval:
 
 
 def mean_interval(values: Tensor) -> Interval | None:
-    """Return Student's interval mean ± t·s/√n; None if all values are the same.
+    """Return Student's interval mean ± t·s/√n of independent values (n,).
 
-    Args:
-        values: (n,) independent values.
+    It is None if all values are the same.
     """
     with extra("statistics"):
         from scipy.stats import t
@@ -64,7 +63,7 @@ def mean_interval(values: Tensor) -> Interval | None:
 def of_examples(scores: Tensor, positions: int = 1) -> Tensor:
     """Return means over the outputs and the positions of each example, (N,).
 
-    Values of one example are not independent. They are averaged first, so that only examples count.
+    Values of one example are not independent, so an interval needs one value per example.
 
     Args:
         scores: scores of rows, (N·positions,) or with a column per output.
@@ -76,12 +75,10 @@ def of_examples(scores: Tensor, positions: int = 1) -> Tensor:
 def intervals(scores: Metrics[Tensor]) -> Metrics[Interval]:
     """Return intervals of the metrics that are means: Wilson's for shares, otherwise Student's.
 
+    The interval of the RMSE is the root of the interval of the mean square.
+
     Args:
         scores: scores of each example (N,), see `of_examples`.
-
-    Returns:
-        The interval of each metric that has one. For the RMSE it is the root of the interval of the
-        mean square.
     """
     ends = {
         name: share_interval(int(values.sum().item()), len(values))
@@ -97,18 +94,18 @@ def intervals(scores: Metrics[Tensor]) -> Metrics[Interval]:
 def differences(scores: Metrics[Tensor], reference: Metrics[Tensor]) -> Metrics[Difference]:
     """Return differences of metrics to a reference on the same examples, with intervals.
 
-    These are paired differences. Their intervals are much narrower than two separate intervals
-    suggest. Means have Student's interval of the differences per example. Shares have the interval
-    of Bonett & Price 2012 (J. Educ. Behav. Stat. 37), which adds one example to each kind of
-    disagreement. If no example's score differs, the difference is 0 with the interval (0, 0). An
-    example is the accuracy under temperature scaling, which changes no predicted class.
+    The differences are paired by example, so their intervals are much narrower than two separate
+    intervals suggest. Means have Student's interval of the differences per example. Shares have the
+    interval of Bonett & Price 2012 (J. Educ. Behav. Stat. 37), which adds one example to each kind
+    of disagreement. If all scores are equal, the difference is 0 with the interval (0, 0). This
+    happens for accuracies under temperature scaling, which does not change the predicted classes.
 
     Args:
         scores: see `intervals`.
         reference: the scores of another predictive.
 
     Returns:
-        (d, low, high) of the metrics that are means; without the RMSE, which is a root of a mean.
+        (d, low, high) of the metrics that are means. The RMSE, a root of a mean, is omitted.
     """
     changes, others = {}, dict(reference.items())
     for name, values in scores.items():
@@ -137,12 +134,11 @@ def _interval_of_paired_shares(differences: Tensor) -> Interval:
 
 
 def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
-    """Return the interval of the AUROC: DeLong's variance, on the logit scale.
+    """Return the interval of the AUROC from DeLong's variance, on the logit scale.
 
-    None if the scores of both sides do not overlap, or a side has fewer than two examples.
-
-    Source: DeLong, DeLong & Clarke-Pearson 1988 (Biometrics 44); by ranks, Sun & Xu 2014 (IEEE
-    Signal Process. Lett. 21). On the logit scale both ends stay within 0..1.
+    It is None if the scores of both sides do not overlap, or a side has fewer than two examples. On
+    the logit scale both ends stay within 0..1. Sources: DeLong, DeLong & Clarke-Pearson 1988
+    (Biometrics 44), and for the computation by ranks Sun & Xu 2014 (IEEE Signal Process. Lett. 21).
 
     Args:
         inside: (N,) scores of in-distribution examples.
@@ -155,7 +151,7 @@ def area_interval(inside: Tensor, outside: Tensor) -> Interval | None:
     x, y = inside.double().numpy(), outside.double().numpy()
     n, m = len(x), len(y)
     ranks = rankdata([*x, *y])
-    # For each example the share of the other side against which its rank is correct.
+    # For each example, compute the share of the other side that is ranked correctly against it.
     of_x = 1 - (ranks[:n] - rankdata(x)) / m  # (N,)
     of_y = (ranks[n:] - rankdata(y)) / n  # (M,)
     area = of_y.mean()

@@ -2,7 +2,7 @@
 
 A prediction is a mixture over outputs (f + √s d)/τ. The deviations d from the network's outputs f
 are samples ("mc", "linearised") or the nodes of a quadrature (Bernoulli). "probit" replaces the
-mixture's mean by a closed form. Regression needs neither.
+mean of the mixture by a closed form. Regression needs neither, because its moments have one.
 
 Entropies are in nats. For classification, the aleatoric part is the mean entropy of the class
 distribution under the posterior. The epistemic part is the mutual information between label and
@@ -37,38 +37,39 @@ class Prediction:
     """Predictions for N inputs. Sequences have N·R rows, or axes (N, R) instead of (N,)."""
 
     mean: Float[Tensor, "N C"]
-    """Class probabilities, the probability of a one for each output (Bernoulli), or the mean."""
+    """Class probabilities; for Bernoulli the probability of a one per output; otherwise means."""
     aleatoric: Tensor
-    """Uncertainty due to noise in the data: expected entropy (N,), or (N, C) for Bernoulli; σ²
-    (N, C) for regression."""
+    """Uncertainty due to noise in the data: expected entropy in nats, (N,), or (N, C) for
+    Bernoulli. For regression it is σ² (N, C)."""
     epistemic: Tensor
-    """Uncertainty about the parameters: mutual information or variance, shaped as ``aleatoric``."""
+    """Uncertainty about the parameters: mutual information in nats, or for regression variance of
+    the outputs; shaped as ``aleatoric``."""
 
     @property
     def total_uncertainty(self) -> Tensor:
-        """The sum of both parts: entropy (nats) of a label, or variance of a numeric target."""
+        """Sum of both parts: entropy (nats) of a label, or variance of a numeric target."""
         return self.aleatoric + self.epistemic
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy of ``mean`` (not for regression).
+        """Entropy (nats) of ``mean``, not for regression.
 
         It equals `total_uncertainty`, except for the link "probit".
         """
         entropy = torch.special.entr(self.mean)
         if self.aleatoric.dim() < self.mean.dim():
             return entropy.sum(-1)
-        return entropy + torch.special.entr(1 - self.mean)  # each output's
+        return entropy + torch.special.entr(1 - self.mean)  # (N, C), one entropy per output
 
     def tensors(self) -> list[Tensor]:
-        """Return the three tensors, in the order of the constructor."""
+        """Return ``mean``, ``aleatoric`` and ``epistemic``."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def terms(self, counted: Tensor | None = None) -> "Prediction":
-        """Return the prediction with one row per loss term: (N, R, C) becomes (M, C).
+        """Return the prediction with one row per loss term, (N, R, C) as (M, C).
 
         Args:
-            counted: (N, R) mask of the terms to keep; all if None.
+            counted: mask (N, R) of the terms to keep; None keeps all.
         """
         axes = self.mean.dim() - 1
         rows = (part.flatten(0, axes - 1) for part in self.tensors())
@@ -86,15 +87,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The numbers that `calibrate` fits to held-out data; s = τ = 1 changes nothing.
+    """Numbers that `calibrate` fits to held-out data. s = τ = 1 changes nothing.
 
     Args:
         covariance_scale: s ≥ 0, by which the outputs' covariance is multiplied; 0 is the MAP.
-        output_temperature: τ > 0, by which outputs are divided; 1 in regression. It is not the T of
-            the likelihood.
-        sigma_noise: σ of regression, which replaces the posterior's; None for other likelihoods.
+        output_temperature: τ > 0, by which outputs are divided; 1 in regression. It is not the
+            temperature T of the likelihood.
+        sigma_noise: σ of regression, which replaces the σ of the posterior; None otherwise.
         label_noise: ε, the share of labels that are random draws from all classes. Predictions of
-            the observed label include it, predictions of the true class do not.
+            the observed label include it. Predictions of the true class do not.
     """
 
     covariance_scale: float = 1.0
@@ -115,7 +116,7 @@ class Calibration:
 
     @property
     def in_words(self) -> str:
-        """Description of the calibration."""
+        """Description of the calibration in words."""
         outputs = (
             f"outputs divided by {self.output_temperature:.3g}"
             if self.sigma_noise is None
@@ -135,7 +136,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """A calibration, with NLLs of the held-out data for comparison (nats, mean over loss terms)."""
+    """A calibration, and NLLs of the held-out data to compare it (nats, mean over loss terms)."""
 
     calibration: Calibration
     nll: float
@@ -153,7 +154,7 @@ class CalibrationFit:
 
     @staticmethod
     def of(content: dict[str, Any]) -> "CalibrationFit":
-        """Return the fit in plain data, as posteriors store and save it.
+        """Return the fit from plain data, the form in which posteriors store and save it.
 
         Raises:
             KeyError, TypeError, ValueError: the data is not a fit.
@@ -176,7 +177,7 @@ def predict_from_outputs(
         outputs: outputs of each network.
         likelihood: likelihood of the targets given the outputs.
         sigma_noise: σ of regression.
-        weights: weights of Bernoulli networks, with sum 1; equal if None.
+        weights: weights of the networks, with sum 1, for Bernoulli; None gives equal weights.
         label_noise: ε of the predicted labels; 0 predicts the true class.
     """
     likelihood, outputs = likelihood_of(likelihood), at_least_float32(outputs)
@@ -191,7 +192,7 @@ def predict_from_outputs(
         mean, aleatoric = p.mean(0), entropies.mean(0)
     else:
         mean, aleatoric = (weights[..., None] * p).sum(0), (weights * entropies).sum(0)
-    # The mutual information is not negative, except for rounding.
+    # The mutual information is not negative; only rounding may make it so.
     epistemic = (torch.special.entr(mean).sum(-1) - aleatoric).clamp(min=0)
     return Prediction(mean if likelihood.kind == "classes" else mean[..., 1], aleatoric, epistemic)
 
@@ -209,8 +210,8 @@ def predict_from_gaussian(
     """Return the prediction for outputs N(f/τ, s/τ² covariance).
 
     Args:
-        f: the outputs' means.
-        covariance: the outputs' covariances; variances (N, C) are enough except for classification.
+        f: means of the outputs.
+        covariance: covariances of the outputs. Variances (N, C) suffice except for classification.
         likelihood: likelihood of the targets given the outputs.
         link: "mc" averages over samples. "probit" scales the outputs (MacKay 1992), and splits the
             uncertainty like "mc". Regression uses no link. For Bernoulli outputs "mc" is a
@@ -222,7 +223,7 @@ def predict_from_gaussian(
         label_noise: see `predict_from_outputs`.
 
     Raises:
-        ValueError: an option is unknown, or classification has variances only.
+        ValueError: an option is unknown, or there are only variances for classification.
     """
     check_option("link", link, Link)
     likelihood = likelihood_of(likelihood)
@@ -265,8 +266,8 @@ def negative_log_scores(
 
     Args:
         outputs: see `predict_from_outputs`.
-        variance: variance of each output; classes and binary outputs use the link "probit".
-        y: targets; for binary outputs also probabilities.
+        variance: variance of each output. Classes and binary outputs use the link "probit".
+        y: targets. For binary outputs they may be probabilities.
         likelihood: see `predict_from_outputs`.
         sigma_noise: σ of regression.
         weights: see `predict_from_outputs`.
@@ -279,7 +280,7 @@ def negative_log_scores(
     # (S, N, K), or (S, N, C, 2)
     log_p = likelihood.log_probabilities(probit_outputs(outputs, variance))
     y, *_ = likelihood.observed(y, variance)
-    if likelihood.kind == "classes":  # before the mixture, to give one mixture of N scores
+    if likelihood.kind == "classes":  # select the labels first, so that the mixture is cheap
         classes = log_p.shape[-1]
         log_p = log_p.gather(-1, y.long()[..., None].expand(*log_p.shape[:-1], 1))
         if label_noise is not None:
@@ -292,33 +293,32 @@ def negative_log_scores(
 
 
 def _moments(likelihood: Likelihood, outputs: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
-    """Return moments of the mixture over outputs (S, N, C), each with this variance."""
+    """Return moments of the mixture over outputs (S, N, C) that share variances (N, C)."""
     mean, noise, spread = likelihood.moments(outputs, variance.expand_as(outputs), sigma)
     return mean.mean(0), noise.mean(0), spread.mean(0) + mean.var(0, correction=0)
 
 
 def variances_of(covariance: Float[Tensor, "N C *other"]) -> Float[Tensor, "N C"]:
-    """Return the variances in covariances (N, C, C), or given variances (N, C) unchanged."""
+    """Return the variances from covariances (N, C, C), or variances (N, C) unchanged."""
     return covariance if covariance.dim() == 2 else covariance.diagonal(dim1=1, dim2=2)
 
 
 def deviations(
     covariance: Float[Tensor, "N C *other"], likelihood: Likelihood, noise: Float[Tensor, "S C"]
 ) -> tuple[Float[Tensor, "S N C"], Float[Tensor, "S 1 1"] | None]:
-    """Return deviations d of Gaussian outputs from their means, with weights unless they are equal.
+    """Return deviations d of Gaussian outputs from their means, and weights, None if equal.
 
-    Classification: L z for each standard normal vector z, with the Cholesky factor L of the
-    covariance. Bernoulli: √v times the nodes of a quadrature, because outputs are predicted
-    separately.
+    For classification they are L z for standard normal vectors z and the Cholesky factor L of the
+    covariance. For Bernoulli they are √v times the nodes of a quadrature for each output.
     """
     if likelihood.kind == "binary":
         nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
         z, w = (torch.from_numpy(v).to(covariance)[:, None, None] for v in (nodes, weights))
         return variances_of(covariance).clamp(min=0).sqrt() * z, w / w.sum()
-    # Rounding, for example with another batch size, must change the root little: eigenvectors alone
-    # may rotate. It must not make singular covariances negative either, such as covariances of
-    # log-probabilities. Hence the addition to the diagonal: in float32, 6e-6 of the largest
-    # variance for ten outputs.
+    # Use a Cholesky factor, because rounding, for example with another batch size, may rotate
+    # eigenvectors. Add a little to the diagonal, because rounding may make singular covariances
+    # negative, such as covariances of log-probabilities. In float32 and for ten outputs, it adds
+    # 6e-6 of the largest variance.
     limits, C = torch.finfo(covariance.dtype), covariance.shape[-1]
     added = (16 * limits.eps * C**0.5 * variances_of(covariance).amax(1)).clamp(min=limits.tiny)
     root, failed = torch.linalg.cholesky_ex(covariance + added[:, None].expand(-1, C).diag_embed())

@@ -1,4 +1,4 @@
-"""Types of metrics: a value for each metric of a predictive, and the points of its curves."""
+"""Types of metrics: values for the metrics of a predictive, and points of its curves."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -9,24 +9,24 @@ __all__ = ["Metrics"]
 T = TypeVar("T")
 U = TypeVar("U")
 Interval = tuple[float, float]
-"""Lower and upper end."""
+"""Lower and upper end of an interval."""
 Difference = tuple[float, float, float]
 """A difference, and the lower and upper end of its interval."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Names of a metric, and the direction of better values."""
+    """Names and unit of a metric, and the direction of better values."""
 
     title: str
     short: str = ""
-    """Name on a terminal; metrics without a short name are only in the report."""
+    """Name on the terminal. Metrics without a short name are only in the report."""
     unit: str = ""
-    """Unit. Shares are shown as percentages, with the unit "%"."""
+    """Unit. A share is shown as a percentage, with the unit "%"."""
     better: Literal["lower", "higher"] | float | None = None
     """Direction of better values, or the best value itself."""
     decimals: int | None = 4
-    """Number of decimals; None for numbers in the data's own unit, which may be large or small."""
+    """Number of decimals; None for metrics in the unit of the data, which may be of any size."""
     out_of_distribution: bool = False
     """Whether it measures the detection of out-of-distribution data."""
 
@@ -45,9 +45,9 @@ def _detection(*arguments: Any) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Metrics(Generic[T]):
-    """A value for each metric of a predictive, None for the others.
+    """A value for each metric of a predictive, or None if the metric does not apply.
 
-    The value is a number, an interval, a difference, or a tensor of each example's contribution.
+    The value is a number, an interval, a difference, or a tensor with one contribution per example.
     `marglik.compute_metrics` defines each metric.
     """
 
@@ -81,7 +81,7 @@ class Metrics(Generic[T]):
         return f"Metrics({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
     def __or__(self, other: "Metrics[T]") -> "Metrics[T]":
-        """Return these metrics and the other's, which replace equal ones."""
+        """Return these metrics, with values replaced or added from ``other``."""
         return replace(self, **dict(other.items()))
 
     def map(self, function: Callable[[T], U]) -> "Metrics[U]":
@@ -98,7 +98,7 @@ class Bins:
     """Confidence and accuracy by bins of the confidence."""
 
     edges: list[float]
-    """Edges of the bins, one more than bins."""
+    """Edges of the bins, one more than the number of bins."""
     counts: list[int]
     confidence: list[float | None]
     """Mean confidence of each bin; None for an empty bin."""
@@ -117,7 +117,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a curve of shares, in 0..1."""
+    """Points of a curve; both coordinates are shares in 0..1."""
 
     x: list[float]
     y: list[float]

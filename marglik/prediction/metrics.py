@@ -1,8 +1,8 @@
 """Compute metrics of predictions, and the curves of the report.
 
-The metrics are accuracy, likelihood, calibration and out-of-distribution detection. Each function
-takes a whole data set, on any device. It computes in float64 on the CPU and returns records of
-plain numbers and lists. Risk-coverage and ROC curves have at most `POINTS` points.
+The metrics measure accuracy, likelihood, calibration and out-of-distribution detection. Each
+function takes a whole data set, on any device. It computes in float64 on the CPU and returns plain
+numbers and lists. Risk-coverage and ROC curves have at most `POINTS` points.
 """
 
 import math
@@ -34,49 +34,49 @@ LEVELS = tuple(k / 20 for k in range(1, 20))
 BINS = 15
 POINTS = 101
 MOST_CLASSES = 20
-"""Largest number of classes with a confusion matrix."""
+"""Maximum number of classes for a confusion matrix."""
 
 
 def compute_metrics(
     prediction: Prediction, targets: Tensor, likelihood: Likelihood | str
 ) -> Metrics[float]:
-    """Return the metrics of a prediction; metrics of other likelihoods are None.
+    """Return the metrics of a prediction. Metrics of other likelihoods are None.
 
-    Classification, for which the prediction is the first of the most probable classes:
+    For classification, the predicted class is the first of the most probable classes:
 
-    - ``nll``: −log p_y (nats), mean over examples. The smallest normal number of the input's dtype
-      is a lower bound on probabilities: 87 nats in float32.
+    - ``nll``: −log p_y (nats), mean over examples. Probabilities are clamped to the smallest normal
+      number of their dtype, so an example contributes at most 87 nats in float32.
     - ``accuracy``: share of correct predictions.
     - ``brier``: Σ_c (p_c − y_c)², mean over examples, in 0..2 (Brier 1950).
     - ``aurc``: area under the risk-coverage curve (Geifman et al. 2019, arXiv:1805.08206).
     - ``ece``: expected calibration error of the top probability, 15 bins of equal width (Guo et al.
       2017, arXiv:1706.04599, eq. 3).
 
-    Bernoulli, for which the prediction of each output is 1 if p > 0.5:
+    For Bernoulli, each output predicts 1 if p > 0.5:
 
     - ``nll``: −Σ_c log p(y_c) (nats), summed over outputs, mean over examples; clamped as above.
     - ``accuracy``, ``brier`` = (p − y)²: means over all outputs, in 0..1.
     - ``ece``: over all outputs, with the probability max(p, 1 − p) of the predicted value.
 
-    Regression:
+    For regression:
 
     - ``nll``: −Σ_c log N(y_c; mean_c, variance_c) (nats), summed over outputs, mean over examples.
-      Other likelihoods of numbers use their `log_score`.
-    - ``rmse``: √ of the mean of (y − mean)² over all targets, in the targets' unit. A censored
-      number counts only if it is above the mean.
+      Other numeric likelihoods use their `log_score`.
+    - ``rmse``: √ of the mean of (y − mean)² over all targets, in the unit of the targets. A
+      censored number counts only if it is above the mean.
     - ``coverage50``, ``coverage90``, ``coverage95``: share of all targets within the central
-      interval of this level; calibrated predictives have 0.5, 0.9 and 0.95. For counts and censored
-      numbers, the share of their `ranks` inside.
+      interval of this level. A calibrated predictive has 0.5, 0.9 and 0.95. Counts and censored
+      numbers use the share of their `ranks` in the interval.
 
     Args:
         prediction: predictions for N examples.
         targets: class indices (N,), or targets (N, C) of regression and Bernoulli outputs (0, 1).
-        likelihood: likelihood that determines the metrics.
+        likelihood: likelihood of the targets, which determines the metrics.
 
     Raises:
         TypeError: labels are not integers.
-        ValueError: wrong shapes, no examples, labels out of range, soft targets, logits or NaN
-            instead of probabilities, or a variance that is not positive.
+        ValueError: shapes do not fit, there are no examples, labels are out of range or soft,
+            probabilities are logits or NaN, or a variance is not positive.
     """
     likelihood = likelihood_of(likelihood)
     scores = example_scores(prediction, targets, likelihood)
@@ -98,8 +98,8 @@ def example_scores(
 ) -> Metrics[Any]:
     """Return each example's contribution to the metrics that are means: tensors (N,), or (N, C).
 
-    Arguments and errors are those of `compute_metrics`. The means of the tensors are its metrics,
-    except for ``rmse``: here the mean is the square of the metric.
+    The mean of a tensor is the metric of `compute_metrics`, or for ``rmse`` the square of the
+    metric. Arguments and errors are the same as in `compute_metrics`.
     """
     likelihood = likelihood_of(likelihood)
     mean, y, variance = _checked(prediction, targets, likelihood)
@@ -137,8 +137,8 @@ def reliability_curve(
 ) -> Bins | Coverage:
     """Return the data of a reliability diagram.
 
-    For classification, these are confidence and accuracy in `BINS` bins of the confidence, of equal
-    width on [0, 1]. Bernoulli outputs have the same bins over all outputs, with the confidence
+    For classification, it is the mean confidence and the accuracy in `BINS` bins of the confidence,
+    of equal width on [0, 1]. For Bernoulli, the same bins contain all outputs, with the confidence
     max(p, 1 − p). For regression, it is the share of all N·C targets within the central interval of
     each level.
     """
@@ -156,9 +156,9 @@ def reliability_curve(
 def _bins(confidence: Tensor, correct: Tensor, num_bins: int = BINS) -> Bins:
     """Return the bins of `reliability_curve` for confidences (N,) and hits (N,).
 
-    Bins are open below and closed above, as in Guo et al. 2017 (arXiv:1706.04599, sec. 2), so that
-    a confidence of exactly 1 counts in the last bin. torchmetrics puts it in a bin of its own (its
-    issue 3510), and does not return the bins that a diagram needs.
+    Bins are open below and closed above, as in Guo et al. 2017 (arXiv:1706.04599, sec. 2), so a
+    confidence of exactly 1 counts in the last bin. torchmetrics puts it in an extra bin (issue
+    3510 of torchmetrics), and does not return bins.
     """
     edges = torch.linspace(0, 1, num_bins + 1, dtype=torch.float64)
     index = torch.bucketize(confidence.double(), edges[1:-1])  # (N,)
@@ -178,10 +178,10 @@ def _calibration_error(bins: Any) -> float:
 
 
 def _inside_intervals(low: Tensor, high: Tensor, levels: Sequence[float]) -> Tensor:
-    """Return the share of each target's ranks low to high in each level's central interval.
+    """Return the share (levels, N, C) of ranks from low to high in the interval of each level.
 
-    Shape (levels, N, C). The interval of level q is (1 − q)/2 to (1 + q)/2, both ends included; of
-    a target with low = high the share is 0 or 1.
+    The interval of level q is (1 − q)/2 to (1 + q)/2, both ends included. If low = high, the share
+    is 0 or 1.
     """
     q = torch.tensor(list(levels), dtype=torch.float64)[:, None, None]
     width = high - low
@@ -190,9 +190,9 @@ def _inside_intervals(low: Tensor, high: Tensor, levels: Sequence[float]) -> Ten
 
 
 def _risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
-    """Return the error rate of the k most confident predictions, (N,); its mean is the AURC.
+    """Return the error rate of the k most confident predictions, (N,). Its mean is the AURC.
 
-    Examples with equal confidence all count with their mean error: the average over their orders.
+    Examples with equal confidence count with their mean error, the average over their orders.
     Source: Geifman, Uziel & El-Yaniv 2019 (arXiv:1805.08206).
     """
     _, group, sizes = confidence.unique(return_inverse=True, return_counts=True)
@@ -202,11 +202,11 @@ def _risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
 
 
 def risk_coverage_curve(probabilities: Tensor, labels: Tensor) -> Curve:
-    """Return the error rate (risk) among the most confident predictions, by their share (coverage).
+    """Return the error rate (risk) of the most confident predictions by their share (coverage).
 
     Args:
-        probabilities: (N, C).
-        labels: (N,).
+        probabilities: class probabilities (N, C).
+        labels: class indices (N,).
     """
     confidence, predicted = probabilities.max(dim=1)
     risk = _risk_by_coverage(confidence, predicted == labels)
@@ -221,21 +221,21 @@ def confidence_threshold(
     """Return the lowest confidence above which at most a share ``risk`` of the answers is wrong.
 
     The threshold holds with probability ``level``, if more confident answers are more often
-    correct. Let a person decide about answers below it. The result is infinite if the data give no
-    threshold. Even without a mistake this takes log(1 - level) / log(1 - risk) answers above it: 45
-    for a risk of 5 % and 230 for 1 %.
+    correct. Let a person decide about answers below it. The result is infinite if the data show no
+    such threshold. Even without a mistake, log(1 - level) / log(1 - risk) answers must lie above
+    it: 45 for a risk of 5 % and 230 for 1 %.
 
     The method is fixed-sequence testing (Angelopoulos et al. 2021, arXiv:2110.01052, section 4). It
-    tests groups of the most confident answers, from small to large, by Clopper and Pearson's bound,
-    until one test fails. No test then needs a share of 1 - level. The m-th group is the smallest
-    group that may contain m mistakes. With much data, the first group may contain up to three
-    mistakes, so that an early mistake does not end the sequence.
+    tests groups of the most confident answers, from small to large, by the bound of Clopper and
+    Pearson, until one test fails. Each test may then use the whole 1 - level. The m-th group is the
+    smallest group that may contain m mistakes. With much data, the first group may contain up to
+    three mistakes, so that an early mistake does not end the sequence.
 
     Args:
-        confidence: (N,) of held-out answers, higher is more confident.
-        right: (N,) whether each answer is correct.
-        risk: the share, between 0 and 1.
-        level: the probability, between 0 and 1.
+        confidence: confidences (N,) of held-out answers; higher is more confident.
+        right: whether each answer is correct, boolean (N,).
+        risk: largest share of wrong answers, between 0 and 1.
+        level: probability that the threshold holds, between 0 and 1.
 
     Raises:
         ValueError: an argument is not supported.
@@ -270,11 +270,9 @@ def confidence_threshold(
 
 
 def confusion_matrix(probabilities: Tensor, labels: Tensor) -> list[list[int]] | None:
-    """Return labels in rows, predictions in columns; None for more than `MOST_CLASSES` classes.
+    """Return counts (C, C), labels in rows and predictions in columns.
 
-    Args:
-        probabilities: (N, C).
-        labels: (N,).
+    With more than `MOST_CLASSES` classes it is None. See `risk_coverage_curve` for the arguments.
     """
     C, predicted = probabilities.shape[1], probabilities.argmax(dim=1)
     if C > MOST_CLASSES:
@@ -283,7 +281,7 @@ def confusion_matrix(probabilities: Tensor, labels: Tensor) -> list[list[int]] |
 
 
 def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[float]:
-    """Return how well a score detects out-of-distribution (OOD) data; higher scores mean OOD.
+    """Return how well a score detects out-of-distribution (OOD) data. Higher scores mean OOD.
 
     - ``auroc``: probability that an OOD example has a higher score than an in-distribution example;
       equal scores count half.
@@ -301,9 +299,8 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[floa
     Raises:
         ValueError: a side has no examples, or scores are not finite.
     """
-    # Imported here, because scikit-learn takes a second that not everyone needs.
     with extra("statistics"):
-        from sklearn import metrics
+        from sklearn import metrics  # imported here, because scikit-learn takes a second
 
     for name, values in (("inside", inside), ("outside", outside)):
         if values.dim() != 1 or not len(values):
@@ -312,7 +309,7 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[floa
         _refuse(values[~values.isfinite()], f"{name} has {{}}; expected finite scores.")
     scores = torch.cat([inside.detach().cpu().double(), outside.detach().cpu().double()]).numpy()
     is_ood = [0] * len(inside) + [1] * len(outside)
-    # Dropped points of the curve could be the first that reaches 95 %.
+    # Keep all points of the curve, because a dropped point could be the first that reaches 95 %.
     fpr, tpr, _ = metrics.roc_curve(is_ood, scores, drop_intermediate=False)
     return Metrics(
         auroc=float(metrics.roc_auc_score(is_ood, scores)),
@@ -322,9 +319,9 @@ def out_of_distribution_metrics(inside: Tensor, outside: Tensor) -> Metrics[floa
 
 
 def roc_curve(inside: Tensor, outside: Tensor) -> Curve:
-    """Return the share of flagged out-of-distribution data by the share of flagged test data.
+    """Return the share of flagged out-of-distribution data against the share of flagged test data.
 
-    All predictives have the same shares. See `out_of_distribution_metrics` for the arguments.
+    The curves of all predictives have the same x. See `out_of_distribution_metrics` for arguments.
     """
     with extra("statistics"):
         from sklearn import metrics  # imported here, because scikit-learn takes a second
@@ -348,7 +345,7 @@ def _checked(
     kind, is_classes = likelihood.kind, likelihood.kind == "classes"
     variance = prediction.total_uncertainty.detach().cpu().double()
     y = y.double() if kind == "continuous" else y
-    # Targets may have their own noise, which the variances lack so far.
+    # Targets may have their own noise, which is not yet in the variances.
     observed, with_noise, _ = likelihood.observed(
         y, variance.expand_as(mean) if kind == "continuous" else mean
     )
@@ -386,6 +383,6 @@ def _checked(
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise a ValueError that names the first of the wrong values, if there are any."""
+    """Raise a ValueError that names the first wrong value, if there is one."""
     if len(wrong):
         raise ValueError(message.format(f"{wrong[0].item():.4g}"))

@@ -1,6 +1,6 @@
 """Predictives: functions from inputs to predictions, at the MAP or under the posterior.
 
-`predict_all` applies one to a whole data set.
+`predict_all` applies a predictive to a whole data set.
 """
 
 import logging
@@ -46,24 +46,24 @@ Predictive = Callable[[Any], Prediction]
 T = TypeVar("T")
 
 COPIES_OF_SAMPLES, COPIES_OF_COVARIANCE = 3, 6
-"""Maximum number of simultaneous arrays of the size of the outputs' samples, and of their
-covariances."""
+"""Maximum number of arrays in memory at once that are as large as the samples, and as the
+covariances, of the outputs."""
 
 MOST_BACKWARD_PASSES = 2048
 """Maximum number of backward passes for one example with several positions."""
 
 MOST_CLASSES = 4096
-"""Maximum number of classes for a decomposition of the covariance (C, C) at each position, which
-takes a second on one core."""
+"""Maximum number of classes for a decomposition of the covariance (C, C) at each position. With
+this number it takes a second on one core."""
 
 MOST_DERIVATIVES = 2_000_000
 """Maximum number of entries C·P in an example's Jacobian for which layers="auto" selects all
-layers. Measured on a core with ten outputs, all layers | the last: LeNet on 8×8 images, 2e5
-entries, 0.8 | 0.1 ms an image; on 32×32 images, 1.4e6, 3.7 | 0.3 ms; ResNet-20, 2.7e6, 77 | 2 ms;
-ShuffleNet, 3.5e6, 63 | 1 ms."""
+layers. Milliseconds per image on one core with ten outputs, for all layers | the last layer: LeNet
+on 8×8 images (2e5 entries) 0.8 | 0.1, LeNet on 32×32 images (1.4e6) 3.7 | 0.3, ResNet-20 (2.7e6)
+77 | 2, ShuffleNet (3.5e6) 63 | 1."""
 
 _DECIDED: "WeakSet[Posterior]" = WeakSet()
-"""Posteriors of which it was said that the last layer alone predicts."""
+"""Posteriors for which the choice of the last layer has been logged."""
 
 
 def _no_module(x: Any) -> PredictiveModule:
@@ -72,7 +72,7 @@ def _no_module(x: Any) -> PredictiveModule:
 
 @dataclass(frozen=True)
 class ModelPredictive:
-    """A predictive with its network and likelihood, which `predict_all` needs to match labels."""
+    """A predictive, with the network and likelihood by which `predict_all` matches labels."""
 
     predict: Predictive = field(repr=False)
     model: nn.Module = field(repr=False)
@@ -80,7 +80,7 @@ class ModelPredictive:
     calibration: Calibration | None = field(default=None, kw_only=True)
     """s, τ and σ, if the predictive is calibrated."""
     targets: TargetOptions = field(default=TargetOptions(), kw_only=True, repr=False)
-    """Form of the batches' targets; for a posterior the options of its fit."""
+    """Form of the targets in batches; for a posterior the options of its fit."""
     make_module: Callable[[Any], PredictiveModule] = field(
         default=_no_module, kw_only=True, repr=False
     )
@@ -104,24 +104,24 @@ class ModelPredictive:
         return self.predict(x)
 
     def module(self, x: Any) -> PredictiveModule:
-        """Return a module for serving, from inputs to means and variances, which ONNX supports.
+        """Return a module from inputs to means and variances, for serving, for example by ONNX.
 
-        The module contains the network itself, or the last layer's posterior with method "probit".
-        Its results equal the predictive's at the present calibration.
+        The module contains the network, and for a posterior the variances of the last layer with
+        method "probit". Its results equal the results of the predictive at its calibration.
 
         Args:
             x: some inputs, on which the module is compared with the posterior.
 
         Raises:
-            NotImplementedError: the predictive, or the network's last layer, is not supported; the
-                error lists the supported ones.
+            NotImplementedError: the predictive or the last layer of the network is not supported.
+                The error lists the supported ones.
         """
         return self.make_module(x)
 
 
 @dataclass(frozen=True)
 class PredictiveConfig:
-    """The predictive of the Laplace posterior.
+    """Options of the predictive of a Laplace posterior.
 
     Args:
         method: method that turns outputs into probabilities. probit and mc compute the exact
@@ -177,10 +177,9 @@ class PredictiveConfig:
         return replace(self, layers="all" if is_cheap or self.method == "linearised" else "last")
 
     def for_posterior(self, laplace: Posterior) -> "PredictiveConfig":
-        """Return the config with layers="auto" resolved for a fitted posterior; logs "last" once.
+        """Return the config with layers="auto" resolved for a posterior; log "last" once.
 
-        If a single layer has a posterior, or if the posterior is from Jacobians, all of it is
-        included.
+        The result is "all" if a single layer has a posterior, or if it is from Jacobians.
         """
         alone = len(trainable_layers(laplace.model)) == 1 or laplace.structure != "kron"
         P, C = (0 if alone else laplace.n_params), laplace.n_outputs
@@ -197,16 +196,16 @@ class PredictiveConfig:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether factors that are fitted to held-out data scale the covariance and the outputs."""
+        """Whether factors fitted to held-out data scale the covariance and the outputs."""
         return self.calibration == "held_out"
 
     def label_noise(self, likelihood: Likelihood, calibration: Calibration | None) -> float:
-        """The ε of the predicted label: the calibration's or likelihood's for observed labels."""
+        """Return ε for the predicted label: 0 for true labels, otherwise see `label_noise_of`."""
         return 0.0 if self.labels == "true" else label_noise_of(likelihood, calibration)
 
     @property
     def label(self) -> str:
-        """Name in tables and files, for resolved layers."""
+        """Name in tables and files, after "auto" has been resolved."""
         return f"Laplace, {self.method}{', last layer' if self.layers == 'last' else ''}"
 
     def check_cost(self, positions: int, classes: int, likelihood: Likelihood) -> None:
@@ -245,7 +244,7 @@ def map_predictive(
     Args:
         model: the network.
         likelihood: likelihood of the targets given the outputs.
-        sigma_noise: σ of regression.
+        sigma_noise: σ of regression, in the unit of the targets.
         output_temperature: τ > 0, by which outputs are divided (temperature scaling).
         label_noise: ε of the predicted labels; 0 predicts the true class.
     """
@@ -285,21 +284,21 @@ def laplace_predictive(
 ) -> ModelPredictive:
     """Return the predictive of a posterior.
 
-    It draws its random numbers once, so predictions do not depend on the batches of inputs.
+    The predictive draws its random numbers once, so predictions do not depend on the batches.
 
     Args:
         laplace: the fitted posterior.
         config: options of the predictive.
-        generator: generator of the samples, on the model's device; None draws the same samples at
-            each call, which are also the default of `calibrate`.
-        calibration: s and τ. None uses the posterior's calibration of this predictive by
-            `calibrate`. Without one, or if ``config.calibration`` is "none", s = τ = 1.
+        generator: generator of the samples, on the model's device. None draws the same samples at
+            each call, which `calibrate` also uses by default.
+        calibration: s and τ. None uses the calibration of this predictive that `calibrate` stored
+            in the posterior. Without one, or if ``config.calibration`` is "none", s = τ = 1.
         ranks: the ranks that predict together. They share the computation of eigenvectors, so all
             of them must call this function.
 
     Raises:
         AttributeError: the posterior is not fitted.
-        ValueError: the network has other weights than at the fit, now or in a prediction.
+        ValueError: the weights differ from the weights of the fit, now or in a prediction.
     """
     laplace.check_weights()
     config = config.for_posterior(laplace)
@@ -310,7 +309,7 @@ def laplace_predictive(
     used = calibration or Calibration()
     recipe = _at_state, (laplace, config, generator.get_state(), calibration)
     label_noise = config.label_noise(likelihood, calibration)
-    if used.covariance_scale == 0:  # the MAP's, which needs no covariances
+    if used.covariance_scale == 0:  # the predictive of the MAP, which needs no covariances
         sigma = used.sigma_noise or sigma
         of_map = map_predictive(model, likelihood, sigma, used.output_temperature, label_noise)
 
@@ -330,7 +329,7 @@ def laplace_predictive(
             make_module=module_at_weights,
             recipe=recipe,
         )
-    if config.layers == "all":  # those of a single layer are not worth sharing
+    if config.layers == "all":  # eigenvectors of a single layer are not worth sharing
         laplace.share_eigenvectors(ranks)
     elif ranks.size > 1 and not is_sharded(model):
         laplace.gather()
@@ -365,7 +364,7 @@ def laplace_predictive(
 def _at_state(
     laplace: Posterior, config: PredictiveConfig, state: Tensor, calibration: Calibration | None
 ) -> ModelPredictive:
-    """The predictive whose samples are drawn from a generator in this state."""
+    """Return the predictive whose generator starts in this state."""
     generator = torch.Generator(laplace.mean.device)
     generator.set_state(state)
     return laplace_predictive(laplace, config, generator, calibration)
@@ -378,13 +377,13 @@ def _from_covariances(
     calibration: Calibration,
     label_noise: float,
 ) -> Predictive:
-    """The predictive by the links "probit" and "mc"."""
+    """Return the predictive by the link "probit" or "mc"."""
     likelihood, link, layers = laplace.likelihood, config.method, config.layers
     assert link != "linearised" and layers != "auto"
     mean = at_least_float32(laplace.mean)
     shape = (config.samples, laplace.n_outputs)
     noise = torch.randn(shape, generator=generator, device=mean.device, dtype=mean.dtype)
-    # Regression and Bernoulli outputs have a target each: covariances between them do not matter.
+    # Each output of regression and Bernoulli has its own target, so variances are enough.
     variance_only = likelihood.kind != "classes"
 
     def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
@@ -403,7 +402,7 @@ def _from_covariances(
         config.check_cost(math.prod(axes), C, likelihood)
         if not axes:
             return of_some(x)
-        # Covariances and samples of all positions are not held at once.
+        # Do not hold the covariances and samples of all positions in memory at once.
         columns = 1 if variance_only else C
         of_position = C * (COPIES_OF_SAMPLES * config.samples + COPIES_OF_COVARIANCE * columns)
         most = max(1, default_memory(mean.device) // (of_position * mean.element_size()))
@@ -424,24 +423,23 @@ def predict_all(
 ) -> tuple[Prediction, Tensor]:
     """Return predictions and targets of all batches, on the CPU.
 
-    Sequences are flattened to the positions that count. Metrics of the result are about positions
-    (tokens), not about sequences.
+    Sequences become one row per position that counts. Metrics of the result are means over
+    positions (tokens), not over sequences.
 
     Args:
         predict: the predictive.
         batches: (x, y), or mappings.
-        targets: form of the batches' targets; None uses the predictive's own, for a posterior the
-            options of its fit. ``shift_labels="auto"`` asks the network of `map_predictive` and
-            `laplace_predictive`; with other predictives, targets are not shifted.
+        targets: form of the targets in batches. None uses the predictive's own, for a posterior the
+            options of its fit. With ``shift_labels="auto"`` the network determines whether labels
+            are shifted. Predictives without a network do not shift them.
         progress: whether to show a progress bar.
         ranks: the ranks that each predict a contiguous part of every batch, which may be empty. The
             loader yields this rank's part, as `marglik.data.Batches` does. All ranks get all
             predictions, in the order of the data.
-        keywords: single options that override fields of ``targets``, such as
-            ``dict_key_y="target"``.
+        keywords: options that override fields of ``targets``, such as ``dict_key_y="target"``.
 
     Raises:
-        ValueError: there is no batch, or no target that counts.
+        ValueError: there is no batch, or no target counts.
     """
     own: TargetOptions = getattr(predict, "targets", TargetOptions())
     targets = (targets or own).replace(**keywords)
@@ -476,10 +474,10 @@ def gathered(
     progress: bool,
     ranks: Ranks,
 ) -> Iterator[T]:
-    """Return ``of_batch(x, y)`` of each rank's part of each batch, in data order; collective.
+    """Yield ``of_batch(x, y)`` for each rank's part of each batch, in data order; collective.
 
-    A rank's part may be empty, and then contributes nothing. Results with tensors must be on the
-    CPU: a pickled CUDA tensor would be restored on the sender's GPU.
+    An empty part yields nothing. Tensors in results must be on the CPU, because a pickled CUDA
+    tensor would be restored on the sender's GPU.
     """
     for batch in each_batch(batches, doing, progress):
         x, y = split_batch(batch, targets)
@@ -490,9 +488,9 @@ def gathered(
 def _of_counted_terms(
     prediction: Prediction, y: Tensor, likelihood: Likelihood
 ) -> tuple[Prediction, Tensor]:
-    """Prediction and targets of the positions that count, (M, ...)."""
-    # Only for sequences: a predictive that is not ours does not say its likelihood, and
-    # classification, which is then assumed, would look for ignored labels in any targets.
+    """Return prediction and targets of the positions that count, (M, ...)."""
+    # Only for sequences. A predictive of another library has no likelihood. The default,
+    # classification, would take some of its targets for ignored labels.
     counted = counted_terms(y, likelihood) if y.dim() < prediction.mean.dim() else None
     if counted is not None:
         return prediction.terms(counted), y[counted]
@@ -502,14 +500,14 @@ def _of_counted_terms(
 
 
 def label_noise_of(likelihood: Likelihood, calibration: Calibration | None) -> float:
-    """Return the share ε of random labels: of the calibration, or else of the likelihood."""
+    """Return the share ε of random labels from the calibration, or without one the likelihood."""
     if calibration is not None:
         return calibration.label_noise
     return float(likelihood.parameters["noise"]) if likelihood.has_label_noise else 0.0
 
 
 def remembered_calibration(laplace: Posterior, config: PredictiveConfig) -> CalibrationFit | None:
-    """Return the calibration of this predictive; None if there is none, or if none is requested."""
+    """Return the stored calibration of this predictive; None if there is or should be none."""
     label = config.for_posterior(laplace).label
     record = laplace.calibrations.get(label) if config.is_calibrated else None
     return None if record is None else CalibrationFit.of(record)
@@ -529,9 +527,9 @@ def outputs_of(model: nn.Module, x: Any) -> Tensor:
 def _some_positions(
     x: Any, N: int | None, axes: list[int], most: int
 ) -> Iterator[tuple[Any, Tensor | None]]:
-    """Examples with a mask of some of their positions, at most ``most`` at a time, in order.
+    """Yield examples with a mask of at most ``most`` of their positions, in order.
 
-    What cannot be taken apart stays whole.
+    Inputs that cannot be split by examples stay whole, without a mask.
     """
     R = math.prod(axes)
     if N is None:

@@ -1,8 +1,8 @@
 """A predictive as one `nn.Module`, to export or compile: no hooks, no backward pass, no samples.
 
-The network's last layer, z = W a + b, is replaced by a layer that appends the variances of its
+Another layer replaces the last layer of the network, z = W a + b. It appends the variances of the
 outputs, v_c = Σ_j K_cj (Q_Aᵀ a)_j² + k_c with K_cj = Σ_i (Q_B)_ci² / s_ij. Operations after the
-last layer, such as moving an axis, apply to both.
+last layer, such as moving an axis, apply to outputs and variances.
 """
 
 from collections.abc import Callable
@@ -34,20 +34,20 @@ WAY_OUT = (
 class PredictiveModule(nn.Module):
     """A network and its predictive as one module: inputs -> (mean, variance).
 
-    The mean is `Prediction.mean`: class probabilities, or expected targets. For numbers the
+    The mean is `Prediction.mean`: class probabilities, or expected targets. For numeric targets the
     variance is the variance of a new target, `Prediction.total_uncertainty`. For classes and binary
     outputs it is the variance of each output (logit), s/τ² J Σ Jᵀ. Both have the shape of
     `Prediction.mean`.
 
-    The module is always in eval mode. It contains a copy of the network and shares nothing with it.
-    It can be exported by `torch.export` and `torch.onnx`, compiled, moved and cast. In float16 or
-    bfloat16 the network's layers run in this dtype, and variances, σ and results stay in float32.
-    `ModelPredictive.module` creates it.
+    `ModelPredictive.module` creates the module. It is always in eval mode. It contains a copy of
+    the network and shares no tensor with it. It can be exported by `torch.export` and `torch.onnx`,
+    compiled, moved and cast. In float16 or bfloat16 the layers of the network run in this dtype.
+    Variances, σ and results stay in float32.
 
     Args:
-        model: the network; with variances if ``has_variances``, see `with_variances`.
+        model: the network, which appends variances if ``has_variances``, see `with_variances`.
         likelihood: likelihood of the targets given the outputs.
-        has_variances: whether the outputs' last axis has the C outputs and then their variances.
+        has_variances: whether the last axis of the outputs has C outputs and then C variances.
         calibration: s and τ.
         sigma_noise: σ of regression.
         label_noise: ε of the predicted labels; 0 predicts the true class.
@@ -71,7 +71,7 @@ class PredictiveModule(nn.Module):
         self.calibration, self.label_noise = calibration, label_noise
         sigma = calibration.sigma_noise or sigma_noise
         device = next(model.parameters()).device
-        # In float64 at once: a float would become a tensor of float32.
+        # Without the dtype, a float would become a float32 tensor.
         sigma = torch.as_tensor(sigma, dtype=torch.float64, device=device)
         self.register_buffer("sigma_noise", sigma)
         self.eval()
@@ -86,7 +86,7 @@ class PredictiveModule(nn.Module):
         return super().train(False)
 
     def forward(self, x: Any = None, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Return mean and variance for the network's arguments, positional or by keyword."""
+        """Return mean and variance; the arguments are those of the network's forward."""
         args = (*more,) if x is None else (x, *more)
         f = at_least_float32(cast("Tensor", logits_of(self.model(*args, **named))))
         temperature = self.calibration.output_temperature
@@ -105,11 +105,11 @@ class PredictiveModule(nn.Module):
 
 
 class _WithVariances(nn.Module):
-    """A linear layer or a convolution whose outputs are followed by their variances.
+    """A linear layer or a convolution that appends the variances of its outputs.
 
     Args:
         layer: the layer.
-        precision: of its weight and its bias, by these names; what is missing is a constant.
+        precision: posterior precision of "weight" and "bias". A missing parameter is a constant.
     """
 
     factor: Tensor
@@ -130,25 +130,25 @@ class _WithVariances(nn.Module):
         constant = wide.new_zeros(C)
         if "bias" in precision:
             block, spectrum = precision["bias"]
-            Q_B = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
+            Q_B = block.Q_B if block.Q_B.dim() == 2 else None  # None for a diagonal block
             constant = _of_outputs(Q_B, spectrum.flatten().reciprocal())
         self.register_buffer("factor", factor.to(wide))
         self.register_buffer("constant", constant.to(wide))
-        # A layer of the same kind and padding that computes Q_Aᵀ a.
+        # A layer of the same kind, with the same padding, computes Q_Aᵀ a.
         self.rotate = deepcopy(layer)
         rows = rotation.mT.reshape(d_in, *weight.shape[1:]).to(wide)
         self.rotate.weight = nn.Parameter(rows.contiguous())
         self.rotate.register_parameter("bias", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # A variance is a sum of squares, which float16 cannot hold. Only the layer is cast.
+        # Cast only the layer: variances are sums of squares, which can overflow float16.
         self.layer._apply(fn, recurse)
         self.rotate._apply(lambda t: _moved(t, fn), recurse)
         self.factor, self.constant = _moved(self.factor, fn), _moved(self.constant, fn)
         return self
 
     def forward(self, a: Tensor) -> Tensor:
-        """The outputs and their variances, one behind the other on the axis of features."""
+        """Return the outputs and then their variances along the axis of features."""
         z = self.layer(a).movedim(self.axis, -1)
         coordinates = self.rotate(a.to(self.factor)).movedim(self.axis, -1)
         variances = coordinates.square() @ self.factor.mT + self.constant
@@ -156,14 +156,14 @@ class _WithVariances(nn.Module):
 
 
 def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """The tensor as ``fn`` of `nn.Module._apply` moves and casts it, but at least in float32."""
+    """Return a tensor after ``fn`` of `nn.Module._apply`, but in at least float32."""
     moved = fn(tensor)
     wide = torch.promote_types(moved.dtype, torch.float32)
     return moved if moved.dtype == wide else tensor.to(moved.device, wide)
 
 
 def _of_outputs(Q_B: Tensor | None, inverse: Tensor) -> Tensor:
-    """Σ_i (Q_B)_ci² inverse_i: from variances in the eigenbasis to those of the outputs."""
+    """Return variances of the outputs, Σ_i (Q_B)_ci² inverse_i, from those in the eigenbasis."""
     return inverse if Q_B is None else Q_B.square() @ inverse
 
 
@@ -172,11 +172,10 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
 
     Args:
         laplace: the posterior.
-        x: some inputs, at which the copy is compared with `Posterior.output_distribution`.
+        x: some inputs, on which the copy is compared with `Posterior.output_distribution`.
 
     Raises:
-        NotImplementedError: the posterior or the network is not supported; the error gives the
-            reason.
+        NotImplementedError: the posterior or the network is not supported.
     """
     name = last_layer(laplace.model, x)
     layer, network = laplace.model.get_submodule(name), type(laplace.model).__name__
@@ -194,7 +193,7 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
     own = {local: names[id(p)] for local, p in layer.named_parameters(recurse=False)}
     blocks = laplace.precision_blocks(set(own.values()))
     precision = {local: blocks[own[local]] for local in own if own[local] in blocks}
-    # Copied at once, so that a hook or a tied weight stays what it is.
+    # Replace the layer within one deepcopy, so that hooks and tied weights are kept.
     model = deepcopy(laplace.model, {id(layer): _WithVariances(deepcopy(layer), precision)})
     f, variance = laplace.output_distribution(x, "last", variance_only=True)
     refusal = NotImplementedError(
@@ -205,7 +204,7 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
     try:
         with torch.no_grad():
             outputs = at_least_float32(cast("Tensor", logits_of(model.eval()(*args, **kwargs))))
-    except Exception as error:  # by code that expects C outputs
+    except Exception as error:  # from code that expects C outputs
         raise refusal from error
     expected = torch.cat([f.to(outputs), variance.to(outputs)], -1)
     is_alike = outputs.shape == expected.shape and close(outputs, expected)
@@ -216,9 +215,9 @@ def with_variances(laplace: Posterior, x: Any) -> nn.Module:
 
 @torch.no_grad()
 def _passes_on(model: nn.Module, name: str, args: Any, kwargs: Any) -> bool:
-    """Whether the model's outputs are some of a layer's, chosen by their places alone.
+    """Return whether the model's outputs are entries of a layer's output, chosen by position only.
 
-    At some inputs they may be by chance, as of a ReLU that cuts nothing off there.
+    Equality at the user's inputs is not enough: a ReLU may have no effect there.
     """
     layer = cast("_WithVariances", model.get_submodule(name))
     numbers: list[Tensor] = []
@@ -228,7 +227,7 @@ def _passes_on(model: nn.Module, name: str, args: Any, kwargs: Any) -> bool:
         half = z.chunk(2, layer.axis)[0]
         r = 1e3 * torch.randn(half.shape, generator=generator, device=z.device).to(z)
         numbers.append(r)
-        # In the variances' place −r: a choice by value, such as a maximum, takes others there.
+        # −r replaces the variances. A choice by value, such as a maximum, selects other entries.
         return torch.cat([r, -r], layer.axis)
 
     handle = layer.register_forward_hook(random_numbers)
@@ -248,14 +247,14 @@ def module_maker(
     calibration: Calibration,
     label_noise: float,
 ) -> Callable[[Any], PredictiveModule]:
-    """Return a function from some inputs to the module of a predictive, or to an error.
+    """Return a function that creates the module of a predictive from some inputs, or raises.
 
     Args:
         laplace: the posterior.
         method: method of the predictive.
-        layers: layers whose uncertainty it includes.
-        calibration: its s, τ and σ.
-        label_noise: ε of its predicted labels.
+        layers: layers whose uncertainty the predictive includes.
+        calibration: s, τ and σ of the predictive.
+        label_noise: ε of the predicted labels.
     """
     likelihood = laplace.likelihood
     reason = ""

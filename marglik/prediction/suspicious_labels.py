@@ -1,30 +1,30 @@
 """Suspicious labels: compare each training label with the predictions during the training.
 
-A network learns most labels before it learns single wrong ones. With a learned weight decay it may
-never learn the wrong ones. The mean p̄_n over epochs of the softmax p(·|x_n), which the training
-steps compute anyway, therefore disagrees with a wrong label. The score is the surprise of the
-label, divided by the expected surprise under p̄_n, the entropy:
+A network learns most labels before it learns single wrong labels. With a learned weight decay it
+may never learn them. The mean p̄_n over epochs of the softmax p(·|x_n), which the training steps
+compute anyway, therefore disagrees with a wrong label. The score is the surprise of the label,
+divided by the expected surprise under p̄_n, the entropy:
 
     s_n = −log p̄_n,y_n / −Σ_c p̄_nc log p̄_nc
 
 Without the denominator, right labels of hard examples would have higher scores than wrong labels of
-easy ones.
+easy examples.
 
-With two classes this score exceeds 1 whenever the prediction is the other class, and has no further
-meaning. The score is then −log p̄_y / log 2, which has the order of the label's probability of
-being wrong. `SuspiciousLabels.number` then counts the labels beyond chance: labels drawn from p̄
-contradict the prediction Σ_n q_n times on average, q_n = min(p̄_n, 1 − p̄_n), with the variance Σ_n
-q_n (1 − q_n).
+With two classes, s_n only tells whether the prediction is the other class (s_n > 1). The score is
+then −log p̄_y / log 2, which sorts labels by their probability of being wrong.
+`SuspiciousLabels.number` then counts the contradicted labels beyond chance. Labels drawn from p̄
+contradict the prediction Σ_n q_n times on average, with q_n = min(p̄_n, 1 − p̄_n) and the variance
+Σ_n q_n (1 − q_n).
 
 If calibration finds a share ε of random labels from C classes, each label also has a probability of
-being wrong. For labels that were not used for training it is (ε/C)(1 − p̄_y)/((1 − ε) p̄_y + ε/C),
-odds of κ (1 − p̄_y)/p̄_y with κ = (ε/C)/(1 − ε + ε/C). Training increased the probabilities of all
-training labels, including the wrong ones. κ is therefore chosen so that the expected number of
-wrong labels agrees with the held-out labels, N ε (C − 1)/C. Held-out labels determine the number of
-wrong labels, and the training determines which labels are wrong.
+being wrong. For labels that were not used for training it is (ε/C)(1 − p̄_y)/((1 − ε) p̄_y + ε/C).
+The odds are κ (1 − p̄_y)/p̄_y with κ = (ε/C)/(1 − ε + ε/C). Training increases the probabilities of
+all training labels, including wrong labels. κ is therefore chosen so that the expected number of
+wrong labels is N ε (C − 1)/C, as for the held-out labels. Held-out labels thus determine the number
+of wrong labels, and the training determines which labels are wrong.
 
-Sources: Pleiss et al. 2020 (arXiv:2001.10528) average margins of logits over epochs, Swayamdipta et
-al. 2020 (arXiv:2009.10795) probabilities; the quotient was chosen by our own study.
+Sources: Pleiss et al. 2020 (arXiv:2001.10528) average margins of logits over epochs. Swayamdipta et
+al. 2020 (arXiv:2009.10795) average probabilities. We chose the quotient in our own study.
 """
 
 import math
@@ -47,15 +47,15 @@ from kfac_backend.ranks import Ranks
 from marglik.data.batches import Batches
 
 DEVIATIONS = 2.0
-"""Number of standard deviations by which contradicted labels of two classes may exceed their mean
-by chance."""
+"""Number of standard deviations by which the count of contradicted labels of two classes may exceed
+its mean by chance."""
 LARGEST_RECORD = 2**26
-"""Maximum number of stored entries of p̄: 512 MiB, and as much in each checkpoint."""
+"""Maximum number of stored entries of p̄: 512 MiB in memory and in each checkpoint."""
 
 
 @dataclass(frozen=True)
 class SuspiciousLabels:
-    """All examples whose label could be judged, the most suspicious first; each field (M,)."""
+    """Examples with known predictions, the most suspicious first. Tensors have the shape (M,)."""
 
     index: Int64[Tensor, " M"]
     """Indices in the training data."""
@@ -64,18 +64,19 @@ class SuspiciousLabels:
     predicted: Int64[Tensor, " M"]
     """The most probable classes in the mean over epochs."""
     score: Float[Tensor, " M"]
-    """The label's surprise divided by the expected surprise, or, with two classes, by log 2. It is
+    """Surprise of the label, divided by the expected surprise, or with two classes by log 2. It is
     at most 1 if the network agrees with the label. With more classes it is 1 on average for labels
     drawn from p̄."""
     wrong: Float[Tensor, " M"] | None = None
-    """The probability that the label is wrong; None if ε is unknown or 0."""
+    """Probability that the label is wrong; None if ε is unknown or 0."""
     number: int = 0
     """Number of suspicious labels, which come first.
 
-    With more than two classes these are the labels with a score above 1. With two classes it is the
-    expected number of wrong labels, Σ ``wrong``; if ε is unknown, the number of contradicted labels
-    beyond chance. If the network predicts most labels well, nearly all suspicious labels are wrong.
-    Others are hard examples for which the network is confidently wrong.
+    With more than two classes, it is the number of labels with a score above 1. With two classes,
+    it is the expected number of wrong labels, Σ ``wrong``, or if ε is unknown, the number of
+    contradicted labels beyond chance. If the network predicts most labels well, nearly all
+    suspicious labels are wrong. The others are hard examples, for which the network is confident
+    but wrong.
     """
 
     @property
@@ -98,12 +99,12 @@ def suspicious_labels(
 
     Args:
         labels: the given labels, (N,), a tensor or an array.
-        probabilities: class probabilities, (N, C), or (epochs, N, C), which are averaged. Examples
-            with NaN (never used) are omitted.
-        label_noise: ε, to compute each label's probability of being wrong: the ``label_noise`` of a
-            calibration, or the ``noise`` of likelihood "noisy_classification". The probabilities
-            sum to N ε (C − 1)/C. With 0 or None they are not computed.
-        output_temperature: τ of that calibration: these probabilities use p̄^(1/τ), normalised.
+        probabilities: class probabilities (N, C), or (epochs, N, C), which are averaged over
+            epochs. Examples with NaN (never used) are omitted.
+        label_noise: ε, to compute ``wrong``: the ``label_noise`` of a calibration, or the ``noise``
+            of likelihood "noisy_classification". The probabilities ``wrong`` sum to N ε (C − 1)/C.
+            With 0 or None they are not computed.
+        output_temperature: τ of the calibration. ``wrong`` uses p̄^(1/τ), normalised.
 
     Raises:
         ValueError: shapes do not fit, labels are not classes, or probabilities are invalid.
@@ -139,7 +140,7 @@ def suspicious_labels(
     wrong, number = None, int((score > 1).sum())
     if label_noise:
         own = (log_p / output_temperature).softmax(1).gather(1, label[:, None]).squeeze(1)
-        odds = -own.logit(1e-12)  # of another class, in logarithms
+        odds = -own.logit(1e-12)  # log odds of another class
         wrong = _with_mean(odds, label_noise * (1 - 1 / p.shape[1]))[order]
     if is_binary and wrong is not None:
         number = min(number, round(wrong.sum().item()))
@@ -152,8 +153,8 @@ def suspicious_labels(
 
 
 def _with_mean(odds: Float[Tensor, " M"], mean: float) -> Float[Tensor, " M"]:
-    """Return probabilities with these log odds plus a constant log κ, and the given mean."""
-    low, high = -60.0, 60.0  # bounds of log κ; it halves until float64 has no number between
+    """Return probabilities with log odds ``odds`` + log κ, for the κ that gives this mean."""
+    low, high = -60.0, 60.0  # bounds of log κ; bisect down to the resolution of float64
     for _ in range(60):
         middle = (low + high) / 2
         if (odds + middle).sigmoid().mean() < mean:
@@ -164,15 +165,16 @@ def _with_mean(odds: Float[Tensor, " M"], mean: float) -> Float[Tensor, " M"]:
 
 
 class TrainingProbabilities:
-    """p̄ of each training example, accumulated from the outputs of the training steps.
+    """Mean p̄ of each training example, accumulated from the outputs of the training steps.
 
-    The training order is random, so batches need indices. `Batches` (marglik's own data) has them,
-    and so does the sampler of a DataLoader. If the indices are unknown, nothing is stored, and
-    `mean` raises an error with the reason.
+    The order of the examples is random, so batches need indices. `marglik.data.Batches` and the
+    sampler of a DataLoader have them. If the indices are unknown, nothing is stored, and `mean`
+    raises an error with the reason.
 
     Args:
         loader: the training batches.
-        likelihood: likelihood of the targets; "classification" is supported.
+        likelihood: likelihood of the targets; "classification" and "noisy_classification" are
+            supported.
         ranks: the ranks that each have a part of the data.
     """
 
@@ -181,9 +183,9 @@ class TrainingProbabilities:
         self._ranks = ranks
         self.unknown: str = _why_unknown(loader, likelihood, ranks)
         """Reason why nothing is stored; empty otherwise."""
-        # (N, C + 1), Σ p over visits, then their number: from finished epochs, on all ranks, ...
+        # (N, C + 1) of finished epochs, on all ranks: Σ p over visits, then the number of visits.
         self._sums: Tensor | None = None
-        # ... and the indices and outputs of this rank's steps in the present epoch.
+        # Indices and outputs of this rank's steps in the current epoch.
         self._steps: list[tuple[Tensor, Tensor]] = []
 
     def mean(self) -> Tensor:
@@ -210,7 +212,7 @@ class TrainingProbabilities:
             batches = iter(loader)  # draws the order
             return zip(loader.order, batches, strict=True)
         # A DataLoader yields batches in the order of its sampler, although workers read ahead. The
-        # copy shares everything except the sampler with it, and so draws the same random numbers.
+        # copy shares everything except the sampler, so it draws the same random numbers.
         noting, keys_of_batches = copy(loader), deque()
 
         def noted() -> Iterator[Any]:
@@ -222,7 +224,7 @@ class TrainingProbabilities:
         return ((self._indices(keys_of_batches.popleft()), batch) for batch in noting)
 
     def _indices(self, keys: Any) -> Tensor | None:
-        """Return a sampler's batch as indices (B,); None, without storing it, for other keys."""
+        """Return a sampler's batch as indices (B,), or None if its keys are not indices."""
         size = len(self._loader.dataset)
         if all(isinstance(key, Integral) and 0 <= int(key) < size for key in keys):
             return torch.tensor([int(key) for key in keys])
@@ -245,11 +247,11 @@ class TrainingProbabilities:
                 "much memory"
             )
         else:
-            # Sum once per epoch, because steps must be fast. Copies, because outputs may be views.
+            # Sum once per epoch, because steps must be fast. Copy, because outputs may be views.
             self._steps.append((indices, f.detach().clone()))
 
     def end_epoch(self) -> None:
-        """Add the epoch's sums to those of the earlier ones; collective."""
+        """Add the sums of this epoch to the sums of earlier epochs; collective."""
         if self._ranks.size > 1:
             whys = self._ranks.gather(self.unknown)
             self.unknown = next(filter(None, whys), "")
@@ -273,7 +275,7 @@ class TrainingProbabilities:
 
 
 def _why_unknown(loader: Any, likelihood: Likelihood, ranks: Ranks) -> str:
-    """Return why a batch's examples, or suspicious labels, are unknown; empty if known."""
+    """Return the reason why indices or labels are unavailable, or an empty string."""
     if likelihood.name not in ("classification", "noisy_classification"):
         return f"the likelihood is {likelihood}, but only classification is supported"
     if isinstance(loader, Batches):

@@ -1,9 +1,9 @@
 """Verdict: compare a network with a plain network on the same test data, in a few lines.
 
-The plain network has the same architecture, data, optimiser and epochs, but a fixed weight decay, a
-cosine learning rate schedule, and no average of its parameters. Both networks are compared at their
-parameters. If there is held-out data, it sets the temperature of both, so that calibration does not
-affect the comparison.
+The plain network has the same architecture, data, optimiser and epochs. It has a fixed weight
+decay, a cosine learning rate schedule, and no average of its parameters. Both networks predict with
+their parameters, without a posterior. If there is held-out data, it determines a temperature for
+each network, so that calibration does not affect the comparison.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,22 +35,21 @@ def verdict(
     learned: Sequence[str] = ("learned weight decays",),
     targets: TargetOptions = TargetOptions(),  # noqa: B008
 ) -> str:
-    """Compare ``model`` with ``plain`` on test data: three lines, with 95 % intervals.
+    """Return three lines that compare ``model`` with ``plain`` on test data, with 95 % intervals.
 
     The intervals are for paired differences, over the choice of test examples. They do not include
     the variation between seeds, which can be larger.
 
     Args:
         model: the network with learned weight decays.
-        plain: the same network, trained without; see this module.
+        plain: the same network, trained with a fixed weight decay; see this module.
         test: test data (x, y), or mappings.
         likelihood: likelihood of the targets.
-        held_out: held-out data (x, y), or mappings. Each network's outputs are divided by the
-            temperature (regression: have the σ) of least NLL on this data. Without it both networks
-            are compared without calibration.
-        sigma_noise: σ of both networks, for regression.
+        held_out: held-out data (x, y), or mappings. It determines the temperature of each network,
+            or σ in regression, by the lowest NLL. Without it the networks are not calibrated.
+        sigma_noise: σ of both networks, for regression, in the unit of the targets.
         learned: names of the learned quantities, for the first line.
-        targets: form of the batches' targets.
+        targets: form of the targets in batches.
 
     Raises:
         ValueError: there is no test example, or regression has no σ.
@@ -66,8 +65,8 @@ def verdict(
         p, y = predict_all(alone, batches, targets=targets)
         metrics.append(compute_metrics(p, y, likelihood))
         scores.append(example_scores(p, y, likelihood))
-    # Positions of one example are not independent, so average them first. If not all count, the
-    # rows do not show to which example they belong.
+    # Positions of one example are not independent, so average them first. If some positions do not
+    # count, the examples of the rows are unknown, and there are no intervals.
     ys = [split_batch(batch, targets)[1] for batch in batches]
     own_axes = not likelihood.has_labels
     rows = sum(y.shape[: y.dim() - own_axes].numel() for y in ys)
@@ -88,8 +87,8 @@ def in_words(
     """Return a line that compares both networks, and a line for each metric with its interval.
 
     Args:
-        differences: learned minus plain, with 95 % intervals.
-        metrics: metrics of the learned network.
+        differences: differences, learned minus plain network, with 95 % intervals.
+        metrics: metrics of the network with learned quantities.
         of_plain: metrics of the plain network.
         num_test: number of test examples.
         learned: names of the learned quantities.
@@ -126,7 +125,7 @@ def in_words(
     if not changes:
         first = f"{subject}: no significant difference from the plain network."
     else:
-        # Contrast a gain with a loss, and join two of a kind.
+        # Join a gain and a loss by "but", two gains or two losses by "and".
         contrast = len({is_gain for _, is_gain in changes}) > 1
         joined = (" but a " if contrast else " and a ").join(name for name, _ in changes)
         first = f"{subject}, the network has a {joined} than the plain network."
@@ -134,9 +133,9 @@ def in_words(
 
 
 def instability(losses: Sequence[float]) -> str:
-    """Return a sentence if the plain network's loss jumped up without recovering, or "".
+    """Return a warning if the plain network's loss rose and did not recover, otherwise "".
 
-    Such a comparison would depend on the learning rate more than on the learned quantities.
+    The comparison would then depend more on the learning rate than on the learned quantities.
 
     Args:
         losses: mean training loss (nats) of each epoch.
