@@ -1,4 +1,4 @@
 """The application: the command ``marglik``, its runs, reports and data sets.
 
-It uses the library, which is the rest of `marglik` and never imports it.
+It uses the library, all other modules of `marglik`. The library never imports the application.
 """

@@ -1,6 +1,6 @@
-"""The command `marglik`: the options of its six commands and their calls.
+"""Parse the options of the six commands of `marglik`, and call the functions of the commands.
 
-Each command is a function. jsonargparse makes options from its arguments and help from its
+Each command is a function. jsonargparse derives options from its arguments and help texts from its
 docstring. The modules of a command are imported only for this command, because importing torch
 takes seconds.
 """
@@ -35,14 +35,14 @@ try:  # not `kfac_backend.extras.extra`, whose package imports torch
         set_loader,
     )
     from yaml import YAMLError
-except ModuleNotFoundError as error:  # in one line, also for the command that was installed
+except ModuleNotFoundError as error:  # print one line instead of a traceback
     sys.exit(f"marglik: {error.name} is not installed: pip install 'marglik[command]'.")
 
 COMMANDS = {
     "train": "train a network on images, tables, sequences, graphs or tensors",
     "fit": "fit a posterior to a network that was trained elsewhere",
     "evaluate": "compute metrics on test data and out-of-distribution data",
-    "predict": "predict the rows of a new table, in the units of the target",
+    "predict": "predict the targets of new rows of a table, in the unit of the target",
     "acquire": "choose the rows of a table to label next",
     "report": "write an HTML report about one run, or a comparison of several runs",
 }
@@ -71,19 +71,18 @@ LONGEST = 500
 """Maximum number of characters of a parser error, which may quote a whole file."""
 
 TRACEBACK_VARIABLE = "MARGLIK_TRACEBACK"
-"""Environment variable. The value 1 shows the traceback of errors that otherwise print a one-line
-message."""
+"""Environment variable. With the value 1, errors print a traceback instead of one line."""
 
 FROM_PYTHON_ALONE: dict[str, Any] = {
     "prior": {"epochs", "updates"},
     "curvature": {"mc_samples", "diagonal_above", "expand_scaling"},
     "predictive": {"samples", "networks", "batch_size", "calibration"},
 }
-"""Argument of `train` -> its fields that are not options of the command."""
+"""Argument of `train` -> fields that are not options of the command."""
 NOT_IN_BRIEF = (
     "print_config", "prior.", "curvature.", "accelerator", "precision", "compile", "progress",
 )  # fmt: skip
-"""Prefixes of options that --help omits. --help all shows all options with their whole text."""
+"""Prefixes of options that --help omits. --help all shows all options with their whole texts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,26 +91,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 for success, 2 for bad input, and 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    for stream in ("stdout", "stderr"):  # closed, for example by 2>&-
+    for stream in ("stdout", "stderr"):  # a stream is None if it is closed, for example by 2>&-
         if getattr(sys, stream) is None:
             setattr(sys, stream, open(os.devnull, "w"))
-    # Before parsing: only this command's options are added to the parser, because importing those
-    # of the others takes seconds.
+    # Find the command before parsing, and add only its options to the parser. Importing the modules
+    # of the other commands would take seconds.
     command = next((a for a in arguments if a in COMMANDS), None)
-    # Last in the search path, so that no file here can shadow an installed module. Classes of
-    # models and data may be in the working directory, as with ``python -m``.
+    # Classes of models and data may be in the working directory, as with ``python -m``. It is last
+    # in the search path, so that no file in it can shadow an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     if not arguments:
         _parsers(None)[0].print_help(sys.stderr)
-        return 2  # as for any other incomplete command line
+        return 2  # the status of incomplete command lines
     way_out = f" {RESUME}" if command == "train" else ""
     try:
         with _short_warnings():
             _run(command, arguments)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:  # the reader has ended, for example `head`
+    except BrokenPipeError:  # the reader of the output, for example `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -127,17 +126,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(f"error: {message}. See marglik {see}.")
         return 2
     except Exception as error:
-        from kfac_backend.atomic_files import DiskFullError  # late: imports torch
+        from kfac_backend.atomic_files import DiskFullError  # imported here, as it imports torch
         from kfac_backend.ranks import RankError
 
-        # Errors with a message that is written for users, who can act on it.
+        # Errors whose messages tell users what to do.
         named = (
             ValueError, TypeError, OSError, ArithmeticError, NotImplementedError, RankError,
             ModuleNotFoundError,
         )  # fmt: skip
         if not isinstance(error, named) or os.environ.get(TRACEBACK_VARIABLE) == "1":
             raise
-        # A full disk ends good work, which can go on.
+        # After a full disk, the run can continue. After other errors, its options must change.
         way_out = way_out if isinstance(error, DiskFullError) else ""
         _print_error(f"error: {error}{way_out}")
         return 2
@@ -149,7 +148,7 @@ def _run(command: str | None, arguments: list[str]) -> None:
     with _yaml_without_aliases():
         try:
             options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
-        except RecursionError:  # which newer versions of jsonargparse report themselves
+        except RecursionError:  # newer versions of jsonargparse report it themselves
             raise ValueError(
                 "The nesting depth of an options file exceeds Python's limit. Write the options "
                 "with less nesting."
@@ -181,7 +180,7 @@ def _yaml_without_aliases() -> Iterator[None]:
 
 @contextmanager
 def _short_warnings() -> Iterator[None]:
-    """Context manager that prints each warning on one line, without its place in the code."""
+    """Context manager that prints each warning on one line, without file name and line number."""
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: printable(f"marglik: warning: {message}\n")
     try:
@@ -198,9 +197,9 @@ def _print_error(message: str) -> None:
 def _parsers(
     command: str | None, brief: bool = False
 ) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """Return marglik's parser and its commands' parsers; only ``command`` has its options.
+    """Return the parser of marglik and the parsers of its commands. Only ``command`` has options.
 
-    A ``brief`` parser is only for its help, see `NOT_IN_BRIEF`.
+    A ``brief`` parser can only print its help, see `NOT_IN_BRIEF`.
     """
     parser = ArgumentParser(
         prog="marglik",
@@ -209,7 +208,7 @@ def _parsers(
         epilog=f"First example (takes seconds): {FIRST_STEP}",
         exit_on_error=False,
         allow_abbrev=False,
-        # The commands' parsers inherit it.
+        # The parsers of the commands inherit it.
         formatter_class=BriefFormatter if brief else HelpFormatter,
     )
     commands = parser.add_subcommands()
@@ -252,7 +251,7 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
         parser.add_argument("-o", "--output", type=str, required=True, help=text)
     if command == "acquire":
         skip.add("number")
-        text = "The number of rows to choose."
+        text = "Number of rows to choose."
         parser.add_argument("-n", "--number", type=int, required=True, help=text)
     on_folder = command in ("evaluate", "predict", "acquire")
     parser.add_function_arguments(function, as_positional=on_folder, skip=skip)
@@ -309,7 +308,7 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
     if trains:
         _fill_in_sizes(options)
     provenance = _provenance(parser, options)
-    # Before `instantiate`, which draws the model's initial parameters.
+    # Seed before `instantiate`, which draws the initial parameters of the model.
     check_seed(options.seed)
     torch.manual_seed(options.seed)
     function, arguments = resolve_name(FUNCTIONS[command]), parser.instantiate(options).as_dict()
@@ -333,7 +332,7 @@ def _call(command: str, parser: ArgumentParser, options: Any) -> None:
         show(results, write_report([results.output]))
 
 
-# How options are made of dataclasses, and files of options are read
+# Options from dataclasses and from files
 
 
 def preset_names() -> list[str]:
@@ -351,7 +350,7 @@ class PresetOrFile(ActionConfigFile):
     def __call__(
         self, parser: Any, cfg: Any, values: Any, option_string: str | None = None
     ) -> None:
-        """Read the file with jsonargparse's own action."""
+        """Find the file, and let jsonargparse read it."""
         if values in preset_names():
             values = str(files("marglik.application.presets") / f"{values}.yaml")
         elif not Path(values).is_file():
@@ -363,10 +362,10 @@ class PresetOrFile(ActionConfigFile):
 
 
 def _whole_names(arguments: Sequence[str]) -> list[str]:
-    """Complete the names of our classes to paths, as other packages may have the same names.
+    """Complete names of marglik's classes to paths, because other packages may use the same names.
 
     Raises:
-        ValueError: a name without a path is not one of our classes, or an option has no class.
+        ValueError: a name without a path is not a class of marglik, or an option has no class.
     """
     from torch import nn
 
@@ -412,8 +411,8 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
 class HelpFormatter(DefaultHelpFormatter):
     """Help formatter that omits the list of subclasses of torch.nn.Module.
 
-    A search for the hundreds of subclasses would also import other installed packages, such as
-    transformers, and take tens of seconds.
+    To list its hundreds of subclasses, jsonargparse would import other installed packages, such as
+    transformers. This would take tens of seconds.
     """
 
     def _get_help_string(self, action: Any) -> str:
@@ -453,7 +452,7 @@ def _fill_in_sizes(options: Any) -> None:
     missing = [name for name in names if sizes.get(name, 0) is None]
     if missing:
         data = build_from_spec(DataSource, options.data.as_dict(), named=None)
-        with warnings.catch_warnings():  # the run loads the data again, and warns then
+        with warnings.catch_warnings():  # the run loads the data again, and then warns
             warnings.simplefilter("ignore")
             sizes_of_data = sizes_of(data.load(), options.likelihood)
         for name in missing:

@@ -55,9 +55,9 @@ from marglik.storage.environment import environment
 _logger = logging.getLogger(__name__)
 
 ExampleScores = dict[str, Metrics[Tensor]]
-"""Maps a predictive to its metrics for each test example, (N,)."""
+"""Name of a predictive -> metrics of each test example, (N,)."""
 SHOWN_NOISE = 0.01
-"""Share ε of random labels above which the NLL of both kinds of labels is given."""
+"""Share ε of random labels above which the record has the NLL of both kinds of labels."""
 MOST_UNCERTAIN = 12
 """Number of most uncertain test images in the report."""
 
@@ -77,21 +77,21 @@ def evaluate(
     """Evaluate predictives on test and out-of-distribution data.
 
     Args:
-        predictives: name -> predictive; the last one selects the most uncertain images.
-        splits: the data; images are normalised by its mean and std.
+        predictives: name -> predictive. The last one selects the most uncertain images.
+        splits: the data, whose mean and std normalise images.
         likelihood: likelihood of the predictives.
         labels: kind of the predicted labels. If more than 1 % of the training labels are random,
             the record also has the NLL of the other kind of labels.
-        ood: out-of-distribution images, detected by the predictive entropy.
+        ood: out-of-distribution images. The predictive entropy is the score that detects them.
         batch_size: number of test examples in a batch.
         device: device of the batches.
         progress: whether to show progress bars.
-        ranks: the ranks that each predict a part of every batch; all get the same record, except
+        ranks: the ranks that each predict a part of every batch. All get the same record, except
             for seconds.
 
     Returns:
-        The record, and the scores of each example, with which `differences` compares two networks.
-        For sequences, all metrics and curves are about positions (tokens) that count. Intervals
+        The record, and scores of each example, from which `differences` compares two networks. For
+        sequences, metrics and curves are means over the positions (tokens) that count. Intervals
         then need the same number of positions in all sequences.
     """
     likelihood = likelihood_of(likelihood)
@@ -108,7 +108,7 @@ def evaluate(
     uncertain = num_positions = None
     for label, predict in predictives.items():
         _logger.info("evaluating %s on %s", label, splits.name)
-        # The first call computes eigenvectors, which the time of the test set must not include.
+        # Predict once before measuring time, because the first call computes eigenvectors.
         predict(next(iter(split_batches(splits, "test", 2, device=device)))[0])
         start = time.perf_counter()
         batches = split_batches(splits, "test", batch_size, device=device, ranks=ranks)
@@ -169,16 +169,16 @@ def predictives_of(
     seed: int = 0,
     ranks: Ranks = Ranks(None),  # noqa: B008
 ) -> dict[str, Predictive]:
-    """Return name -> predictive of a network at its parameters and under its posterior.
+    """Return name -> predictive: the MAP, the posterior predictives and the ensemble.
 
-    If the posterior has a calibration of a predictive, the temperature-scaled MAP is included. A
-    posterior predictive without a calibration is named "uncalibrated".
+    The result includes the temperature-scaled MAP if the posterior has a calibration. The name of a
+    posterior predictive without a calibration ends in "uncalibrated".
 
     Args:
         laplace: the posterior.
         configs: configs of the posterior predictives.
         ensemble: an ensemble whose first member is the network.
-        seed: seed of sampling, the same for each predictive.
+        seed: seed of the samples, the same for each predictive.
         ranks: the ranks that predict together.
     """
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
@@ -206,9 +206,9 @@ def predictives_of(
 
 
 def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
-    """Return the rows of predictions per test example; None if examples differ in it.
+    """Return the number of rows of predictions per test example; None if it varies.
 
-    The rows of a prediction do not say which sequence they belong to.
+    If it varies, the sequence of a row is unknown.
     """
     y, mark = splits.test[1], splits.ignore_index
     counted = counted_terms(y if mark is None else y.masked_fill(y == mark, IGNORED), likelihood)
@@ -219,7 +219,7 @@ def _positions(splits: Splits, likelihood: Likelihood, rows: int) -> int | None:
 def _of_other_labels(
     predict: Predictive, prediction: Prediction, targets: Tensor, labels: Labels
 ) -> Metrics[float]:
-    """Return the NLL for the other kind of test labels, if there is considerable noise."""
+    """Return the NLL of the other kind of test labels if ε exceeds `SHOWN_NOISE`."""
     likelihood = likelihood_of(getattr(predict, "likelihood", "classification"))
     noise = label_noise_of(likelihood, getattr(predict, "calibration", None))
     if likelihood.kind != "classes" or noise <= SHOWN_NOISE:
@@ -235,9 +235,9 @@ def _of_other_labels(
 def _with_ood(
     record: PredictiveRecord, inside: Prediction, outside: Prediction
 ) -> PredictiveRecord:
-    """Add metrics for detecting out-of-distribution data by the entropy.
+    """Add metrics that measure how the entropy detects out-of-distribution data.
 
-    If there is an epistemic part, add the AUROC of its detection, too.
+    If there is epistemic uncertainty, add the AUROC of this score, too.
     """
     sides = inside, outside
     scores = [p.entropy.reshape(len(p.entropy), -1).sum(1) for p in sides]
@@ -271,9 +271,9 @@ def _most_uncertain(prediction: Prediction, splits: Splits) -> list[UncertainIma
 
 
 def data_uri(image: Tensor, largest: int | None = None) -> str:
-    """Return a uint8 image (C, H, W) as a PNG in a data URI; channels beyond three are omitted.
+    """Return a uint8 image (C, H, W) as a PNG in a data URI, without channels beyond three.
 
-    ``largest`` is the maximum height and width (pixels), to which larger images are shrunk.
+    Images with a height or width above ``largest`` (pixels) are shrunk to it.
     """
     with extra("images"):
         from PIL import Image

@@ -1,4 +1,4 @@
-"""The options, classes and data of a run, which make it repeatable."""
+"""Record the options, classes and data of a run, so that it can be repeated."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,13 @@ class Provenance:
     options: str | None = None
     """All options as YAML."""
     model: dict[str, Any] | None = None
-    """``{"class_path": ..., "init_args": {...}}``."""
+    """Specification of the network: ``{"class_path": ..., "init_args": {...}}``."""
     data: dict[str, Any] | None = None
-    """``{"class_path": ..., "init_args": {...}}`` of the data."""
+    """Specification of the data: ``{"class_path": ..., "init_args": {...}}``."""
 
 
 def check_yaml(text: str) -> None:
-    """Raise a ValueError for YAML with aliases, of which a few lines may stand for gigabytes.
+    """Raise a ValueError for YAML with aliases: a few lines with aliases may expand to gigabytes.
 
     Raises:
         ValueError: the text has aliases.

@@ -1,7 +1,7 @@
-"""Types of a run's files: ``results.json``, ``evaluation.json``, lines of ``log.jsonl``.
+"""Types of the files of a run: ``results.json``, ``evaluation.json``, lines of ``log.jsonl``.
 
-Training and evaluation create these records; the terminal and the report read them. `to_json` and
-`from_json` convert them. A field that is None is omitted from the file.
+Training and evaluation create these records. The terminal and the report show them. `to_json` and
+`from_json` convert them. The file omits fields that are None.
 """
 
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -30,7 +30,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Against:
-    """Differences to another predictive, on the same examples."""
+    """Differences of metrics to another predictive, on the same examples."""
 
     predictive: str
     differences: Metrics[Difference]
@@ -38,15 +38,15 @@ class Against:
 
 @dataclass(frozen=True)
 class PredictiveRecord(Scores):
-    """One predictive on the test set and on out-of-distribution data."""
+    """Scores of a predictive on the test set and on out-of-distribution data."""
 
     seconds: float | None = None
     """Time to predict the test set."""
     reliability: Bins | Coverage | None = None
     risk_coverage: Curve | None = None
-    """Error rate among the most confident predictions, by their share."""
+    """Error rate of the most confident predictions by their share."""
     confusion: list[list[int]] | None = None
-    """Labels in rows, predictions in columns; None for many classes."""
+    """Confusion matrix, labels in rows and predictions in columns; None for many classes."""
     roc: Curve | None = None
     """Share of flagged out-of-distribution examples by the share of flagged test examples."""
     against: Against | None = None
@@ -70,7 +70,7 @@ class OutOfDistribution:
 
 @dataclass(frozen=True)
 class UncertainImage:
-    """A test image with its prediction; entropies are in nats."""
+    """A test image with its prediction. Entropies are in nats."""
 
     index: int
     label: str
@@ -93,7 +93,7 @@ class Uncertain:
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment on which numbers depend, in addition to the options."""
+    """Properties of the machine on which results depend, in addition to the options."""
 
     device: str
     threads: int
@@ -104,13 +104,13 @@ class Environment:
 
 @dataclass(frozen=True)
 class CalibrationRecord:
-    """Result of a calibration on held-out data; NLLs are in nats, means over its loss terms."""
+    """Result of a calibration on held-out data. NLLs are in nats, means over loss terms."""
 
     predictive: str
     calibration: dict[str, Any]
     """The fields of `marglik.Calibration`."""
     map_calibration: dict[str, Any]
-    """The fields of the temperature-scaled MAP's calibration."""
+    """The fields of `marglik.Calibration` for the temperature-scaled MAP."""
     nll: float
     nll_uncalibrated: float
     nll_temperature_scaled: float
@@ -128,7 +128,7 @@ class Evaluation:
     predictives: dict[str, PredictiveRecord]
     environment: Environment
     num_positions: int | None = None
-    """Number of positions (tokens) that count, of sequences."""
+    """Number of positions (tokens) that count, for sequences."""
     classes: list[str] | None = None
     ood: OutOfDistribution | None = None
     uncertain: Uncertain | None = None
@@ -141,11 +141,11 @@ class Evaluation:
     output: str | None = None
     """The folder; None in the file itself, which may be moved."""
     calibrated: dict[str, CalibrationRecord] | None = None
-    """Calibrations made by `marglik evaluate`; None in the file."""
+    """Calibrations by `marglik evaluate`; None in the file."""
 
     @property
     def scores(self) -> dict[str, Scores]:
-        """Only metrics and intervals."""
+        """Metrics and intervals of each predictive."""
         return {n: Scores(one.metrics, one.intervals) for n, one in self.predictives.items()}
 
     @property
@@ -164,11 +164,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Network:
-    """Record of a network that a run trains, or trains for comparison."""
+    """Record of a network that a run trains, also for comparison."""
 
     predictives: dict[str, Scores]
     differences: dict[str, Metrics[Difference]] | None = None
-    """Predictive -> the first network's metrics minus this one's, on the same examples."""
+    """Predictive -> metrics of the first network minus metrics of this network, on the same
+    examples."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class TensorDecay:
-    """The weight decay of a parameter tensor."""
+    """Weight decay of a parameter tensor, before and after the training."""
 
     initial: float
     learned: float
@@ -195,7 +196,7 @@ class TensorDecay:
 
 @dataclass(frozen=True)
 class SuspiciousLabel:
-    """A training label that may be wrong."""
+    """Training label that may be wrong."""
 
     index: int
     """Index of the example in its source, from 0: the row of a file, or the image of a data set,
@@ -214,14 +215,14 @@ class SuspiciousLabels:
     """The most suspicious training labels."""
 
     judged: int = 0
-    """Number of labels."""
+    """Number of labels that have a score."""
     number: int = 0
     """Number of suspicious labels, see `marglik.prediction.suspicious_labels`."""
     agreement: float = 0.0
     """Share of the labels that the network predicted, averaged over the training."""
     examples: list[SuspiciousLabel] = field(default_factory=list)
     unknown: str | None = None
-    """Reason if the labels cannot be judged."""
+    """Reason if the labels have no scores."""
 
 
 @dataclass(frozen=True)
@@ -246,22 +247,22 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """A line of the log: an epoch of network steps. Losses are in nats, means over examples."""
+    """Line of the log for an epoch of network steps. Losses are in nats, means over examples."""
 
     epoch: int
     loss: float
     objective: float
-    """Loss (over σ² in regression) and penalty."""
+    """Loss (divided by σ² in regression) plus penalty."""
     lr: float
     """Learning rate after the last step."""
     seconds: float
-    """Time of the steps, for readers of the log, and to estimate the time of a plain network."""
+    """Time of the steps. It also estimates the time of a plain network."""
     accuracy: float | None = None
 
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """A line of the log: an update of the prior. Evidences are in nats."""
+    """Line of the log for an update of the prior. Evidences are in nats."""
 
     epoch: int
     evidence_before: float
@@ -270,30 +271,29 @@ class UpdateRecord:
     evidence_per_example: float
     prior_precision: dict[str, float]
     weight_decay: dict[str, float]
-    """Weight decay by group."""
+    """Name of a group -> weight decay."""
     effective_parameters: dict[str, float]
-    """Effective parameters by tensor."""
+    """Name of a parameter tensor -> effective parameters."""
     clipped_eigenvalues: int
-    """Number of eigenvalues of the factors that are negative by rounding; they count as 0."""
+    """Number of eigenvalues of the factors that rounding made negative; they count as 0."""
     seconds: dict[str, float]
-    """Time of the pass, of the eigenvalues and of the steps, for readers of the log and for
-    studies. No number depends on it."""
+    """Time of the pass, of the eigenvalues and of the steps. No other number depends on it."""
     num_examples: int
-    """M, if the update used a sample."""
+    """Number of examples that the update used: M of a sample, otherwise N."""
     num_data: int
-    """N, the number of examples that the sample stands for."""
+    """N, the number of all examples."""
     fisher: str
-    """Fisher of the factors, see `CurvatureOptions`."""
+    """Kind of the Fisher matrix of the factors, see `CurvatureOptions`."""
     sigma_noise: float | None = None
     likelihood: str | None = None
     """Likelihood with its learned parameters, if it has some."""
     ranges: dict[str, float] | None = None
-    """Of a learned augmentation."""
+    """Ranges of a learned augmentation."""
     held_out_rise: float | None = None
-    """z, the standard errors by which the held-out loss exceeded its best so far, if held-out
-    labels correct the weight decays; see `DecayPolicy`."""
+    """z, the number of standard errors by which the held-out loss exceeded its lowest value so far,
+    if held-out labels correct the weight decays; see `DecayPolicy`."""
     log_factor: float | None = None
-    """c of the factor e^c that the weight decays of groups with weights contain."""
+    """c, if the weight decays of groups with weights have been multiplied by e^c."""
 
 
 @dataclass(frozen=True)
@@ -301,13 +301,13 @@ class Results:
     """``results.json``: the results of `marglik train`."""
 
     identity: dict[str, Any]
-    """Data, network, options, and sums of the first two, which must agree for a resume."""
+    """Data, network and options, with checksums. They must be equal to resume a run."""
     networks: dict[str, Network]
-    """"learned" (or "fixed"), perhaps "plain", and scikit-learn's."""
+    """Networks by name: "learned" (or "fixed"), perhaps "plain", and models of scikit-learn."""
     num_data: int
-    """Number of examples that the network was trained on."""
+    """Number of training examples."""
     weight_decay: dict[str, TensorDecay]
-    """Weight decay by parameter tensor, from the input to the output."""
+    """Name of a parameter tensor -> weight decay, from the input to the output."""
     evidence: Evidence
     environment: Environment
     seconds: float
@@ -318,14 +318,14 @@ class Results:
     sigma_noise: list[float] | None = None
     """σ of the noise of regression; one for each output if they differ."""
     num_positions: int | None = None
-    """Number of test positions (tokens) that count, of sequences."""
+    """Number of test positions (tokens) that count, for sequences."""
     calibration: CalibrationRecord | None = None
     suspicious_labels: SuspiciousLabels = SuspiciousLabels()
     augmentation: Augmentation | None = None
     verdict: str | None = None
     """Comparison with the plain network, in a few lines."""
     simple_models: str | None = None
-    """Sentence about scikit-learn's models."""
+    """Sentences about the models of scikit-learn."""
     complete: bool = False
     """Whether all requested work is done."""
     output: str | None = None
@@ -360,10 +360,10 @@ def to_json(record: Any) -> dict[str, Any]:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Return the value of a type, from plain data.
+    """Return a value of the type ``kind`` from plain data.
 
     Raises:
-        TypeError: the record lacks fields or has others, as from another version.
+        TypeError: fields are missing or unknown, for example in a record of another version.
     """
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin is Metrics:
@@ -371,7 +371,7 @@ def from_json(kind: Any, value: Any) -> Any:
     if is_dataclass(origin):
         kinds = get_type_hints(origin)
         return origin(**{k: from_json(kinds.get(k), part) for k, part in value.items()})  # pyright: ignore[reportCallIssue]
-    if origin in (Union, UnionType):  # of None, and one type or several records
+    if origin in (Union, UnionType):  # None, and either one type or several records
         kinds = [one for one in arguments if one is not NoneType]
         if len(kinds) > 1 and isinstance(value, dict):
             kinds = [one for one in kinds if set(value) <= {f.name for f in fields(one)}] or kinds

@@ -1,10 +1,10 @@
-"""The folder of a run: its files, records with checksums, and rules for replacing it.
+"""Read and write the folder of a run: its files, records with checksums, rules for replacing it.
 
-A record is JSON with the SHA-256 sums of its own content and of other files in the folder. It is
-written after these files, in one step: if it exists, they are complete. `results.json` has the sums
-of options, log and posterior; `posterior.json` has those of its tensors; `evaluation.json` has its
-own, and under ``posterior`` the sum of the evaluated `posterior.json`. `report.html` is made from
-the other files, and nothing reads it. One command at a time may write to a folder.
+A record is a JSON file with the SHA-256 sums of its own content and of other files in the folder.
+It is written after these files, in one step. If it exists, the files are complete. `results.json`
+has the sums of options, log and posterior, and `posterior.json` the sums of its tensors.
+`evaluation.json` has, under ``posterior``, the sum of the evaluated `posterior.json`. No command
+reads `report.html`. Only one command at a time may write to a folder.
 """
 
 import json
@@ -34,7 +34,7 @@ Record = TypeVar("Record")
 CONFIG = "config.yaml"
 """The options."""
 LOG = "log.jsonl"
-"""A line of JSON per epoch and update."""
+"""One line of JSON per epoch and per update."""
 RESULTS = "results.json"
 """The results of `marglik train`."""
 EVALUATION = "evaluation.json"
@@ -42,13 +42,13 @@ EVALUATION = "evaluation.json"
 REPORT = "report.html"
 """Report about the run."""
 CHECKPOINT = "checkpoint"
-"""Folder that exists during the training. It contains the states from which --resume continues."""
+"""Folder that exists during the training, with the states from which --resume continues."""
 ALL = (
     RESULTS, POSTERIOR, EVALUATION, CONFIG, LOG, MODEL, FACTORS, FINGERPRINTS, ENSEMBLE,
     MEMBERS, REPORT, CHECKPOINT,
 )  # fmt: skip
 RECORDS = (RESULTS, POSTERIOR, EVALUATION, ENSEMBLE)
-"""Files that contain a mark of marglik."""
+"""Files by which marglik recognises the folder of a run."""
 TENSORBOARD, EVENTS = "tensorboard", "events.out.tfevents.*"
 """Folder with the curves for TensorBoard, and its files."""
 STATES = re.compile(r"learned|plain|member_[0-9]+")
@@ -62,15 +62,15 @@ def begin_run(
     overwrite: bool = False,
     resume: bool = False,
 ) -> None:
-    """Make this the folder of a new run, and remove the files of an old one.
+    """Create the folder of a new run, and remove the files of an old run in it.
 
-    It removes files by the names above, and links with these names, but never the target of a link.
+    It removes only files and links with the names in `ALL`, and never the target of a link.
 
     Args:
-        folder: need not exist yet.
+        folder: the folder; it need not exist.
         options: content of ``config.yaml``.
         overwrite: whether an old run may be replaced.
-        resume: whether the run continues from its checkpoints, which are then kept.
+        resume: whether to continue the run from its checkpoints, which are then kept.
 
     Raises:
         FileExistsError: see `check_free`.
@@ -79,8 +79,8 @@ def begin_run(
     checkpoint = folder / CHECKPOINT
     if checkpoint.is_symlink() and not resume:
         checkpoint.unlink()
-    # First, so that a process that is killed during the removal leaves a folder that is known to be
-    # a run's.
+    # Create it first. If the process is killed during the removal, the folder is still recognised
+    # as a run.
     checkpoint.mkdir(parents=True, exist_ok=True)
     for name in ALL:
         if name != CHECKPOINT:
@@ -104,10 +104,10 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
     """Raise a FileExistsError if a new run would replace files that may be needed.
 
     These are files that marglik did not write, and, without ``overwrite``, the files of a run. An
-    empty folder of checkpoints, left by a command that was killed early, does not count.
+    empty checkpoint folder of a command that was killed early does not count.
 
     Args:
-        folder: need not exist.
+        folder: the folder; it need not exist.
         overwrite: whether an old run may be replaced.
     """
     if folder.is_symlink():
@@ -133,9 +133,9 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
 
 
 def run_folder_of(path: Path) -> Path | None:
-    """Return the run folder that a file at this path would be in, at any depth; None otherwise.
+    """Return the run folder that contains a path, at any depth, or None.
 
-    A folder with only an empty folder `CHECKPOINT` is not a run folder, because it may be anyone's.
+    A folder with only an empty folder `CHECKPOINT` may belong to the user, so it is not a run.
     """
     for folder in path.parent.resolve().joinpath(path.name).parents:
         if _has_record(folder) or (_names_of_states(folder) and _is_of_run(folder)):
@@ -160,7 +160,7 @@ def _has_record(folder: Path) -> bool:
 
 
 def _names_of_states(folder: Path) -> list[str] | None:
-    """Return the names in the folder of checkpoints; None if there is no such folder."""
+    """Return the names in the checkpoint folder; None if there is no such folder."""
     path = folder / CHECKPOINT
     return [p.name for p in path.iterdir()] if path.is_dir() and not path.is_symlink() else None
 
@@ -168,7 +168,7 @@ def _names_of_states(folder: Path) -> list[str] | None:
 def remove_states(folder: Path) -> None:
     """Remove the checkpoints of a run, and incomplete files of killed processes.
 
-    It removes files written by `Checkpoints`, and empty folders; for a link only the link itself.
+    It removes only files of `Checkpoints`, empty folders, and links (not their targets).
     """
     path = folder / CHECKPOINT
     if path.is_symlink():
@@ -180,7 +180,7 @@ def remove_states(folder: Path) -> None:
             continue
         (states / STATE).unlink(missing_ok=True)
         remove_leftovers(states)
-        with suppress(OSError):  # it may contain someone else's files
+        with suppress(OSError):  # the folder may contain files of the user
             states.rmdir()
     with suppress(OSError):
         path.rmdir()
@@ -194,10 +194,10 @@ def write_evaluation(folder: Path, evaluation: Evaluation, run: Path) -> None:
 
 
 def read_evaluation(folder: Path) -> Evaluation | None:
-    """Return the content of ``evaluation.json``, see `read_record`; None if there is no such file.
+    """Return the content of ``evaluation.json``; None if there is no such file.
 
     Raises:
-        ValueError: it belongs to another posterior than the one in the folder; and as
+        ValueError: it belongs to another posterior than the posterior in the folder, or an error of
             `read_record`.
     """
     evaluation, posterior = _read_as(Evaluation, folder / EVALUATION), folder / POSTERIOR
@@ -217,7 +217,7 @@ def write_results(folder: Path, results: Results) -> None:
 
 
 def read_results(folder: Path) -> Results | None:
-    """Return the content of ``results.json``, see `read_record`; None if there is no such file."""
+    """Return the content of ``results.json``, None if there is no such file; see `read_record`."""
     return _read_as(Results, folder / RESULTS)
 
 
@@ -236,13 +236,13 @@ def _read_as(kind: type[Record], path: Path) -> Record | None:
 
 
 class RunLog:
-    """Write each record at once, so that its line is on disk before the next epoch starts.
+    """Log of a run: each record is on disk before the next epoch starts.
 
-    The log starts empty, and a resumed run writes its earlier records again. Each record rewrites
-    the whole file in one step.
+    The log starts empty. A resumed run writes its earlier records again. Each record rewrites the
+    whole file in one step.
 
     Args:
-        folder: the run's folder.
+        folder: the folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -257,6 +257,6 @@ class RunLog:
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a run in chronological order; none if it has no log."""
+    """Return the records of a run in chronological order; [] if it has no log."""
     path = Path(folder) / LOG
     return [parse_json(line) for line in path.read_bytes().splitlines()] if path.is_file() else []

@@ -1,8 +1,8 @@
 """Fit scikit-learn's linear model and trees to a table, to compare them with a network.
 
-They are fitted with their default options to the network's training rows, with the same
-standardised columns. A number's distribution is a Gaussian around the prediction, with the root
-mean square error of predictions across five folds of these rows.
+They are fitted with default options to the training rows of the network, with the same standardised
+columns. For numeric targets, the predictive distribution is a Gaussian around the prediction. Its
+standard deviation is the root mean square error in five-fold cross-validation on these rows.
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,10 @@ def simple_models(train: Pair, test: Pair, likelihood: Likelihood) -> dict[str, 
     """Return the test predictions of both models; {} for a likelihood that they do not support.
 
     Args:
-        train: the rows that the network was trained on, calibrated with or fitted to.
-        test: the rows to predict.
-        likelihood: likelihood of the network: of classes, or Gaussian; heteroscedastic counts as
-            Gaussian.
+        train: rows that the network used for training, calibration or the posterior.
+        test: rows to predict.
+        likelihood: likelihood of the network. Classification, regression and heteroscedastic are
+            supported.
     """
     if likelihood.name not in ("classification", "regression", "heteroscedastic"):
         return {}
@@ -75,17 +75,17 @@ def simple_models(train: Pair, test: Pair, likelihood: Likelihood) -> dict[str, 
 def evaluate_simple_models(
     train: Pair, test: Pair, likelihood: Likelihood, network: Metrics[Tensor]
 ) -> tuple[dict[str, Scores], dict[str, Difference]]:
-    """Return scores of both models, and differences of the network's NLL.
+    """Return scores of both models, and differences of the NLL between network and model.
 
     Args:
         train: see `simple_models`.
         test: the test rows.
         likelihood: likelihood of the network.
-        network: the scores of the network's predictive for each test row.
+        network: scores of the network's predictive for each test row.
 
     Returns:
-        Name -> scores; name -> the network's NLL minus this model's, and the ends of its 95 %
-        interval over the choice of test rows.
+        Name -> scores; and name -> NLL of the network minus NLL of the model, with the ends of its
+        95 % interval over the choice of test rows.
     """
     scores, changes = {}, {}
     for name, prediction in simple_models(train, test, likelihood).items():
@@ -99,11 +99,11 @@ def evaluate_simple_models(
 def simple_models_in_words(
     scores: Mapping[str, Scores], differences: Mapping[str, Difference]
 ) -> str:
-    """Return a text that says whether these models predict the table better.
+    """Return a text that compares the NLL of these models with the network.
 
     Args:
         scores: scores of each model.
-        differences: name -> the network's NLL minus the model's, lower end, upper end.
+        differences: name -> NLL of the network minus NLL of the model, lower end, upper end.
     """
     phrases, better = [], []
     for name, (change, low, high) in differences.items():

@@ -1,4 +1,4 @@
-"""Encode the rows of a table as inputs of a network; the encoding is saved as plain data."""
+"""Encode the rows of a table as inputs of a network, with an encoding that is plain data."""
 
 import warnings
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from kfac_backend.extras import extra
 
 @dataclass(frozen=True)
 class TableEncoding:
-    """Encoding of rows as inputs, like the rows of the training file.
+    """Encoding of rows as inputs of a network, in the same way as the training rows.
 
-    The inputs are the numbers, a column of zeros and ones for each value of a text, and one for
-    each column with missing values in the training file, with a one where a value is missing.
+    The inputs are the columns of numbers, a column of zeros and ones for each value of each text
+    column, and a column of zeros and ones for each column with missing values in the training file.
+    In the last kind of column, 1 marks a missing value.
 
     Args:
         target: name of the column to predict.
-        numbers: columns of numbers, with the replacement of a missing one: the median of the
-            training split.
-        texts: columns of text, with their values.
-        missing: columns with missing values in some rows.
-        classes: values of the target that are classes; None if it is a number.
+        numbers: column of numbers -> median of the training split, which replaces missing values.
+        texts: column of text -> its values.
+        missing: columns with missing values in some rows of the training file.
+        classes: classes of the target; None if the target is numeric.
     """
 
     target: str
@@ -36,15 +36,15 @@ class TableEncoding:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the inputs. Inputs from two different columns may have equal names."""
+        """Names of the inputs. Two inputs from different columns may have the same name."""
         values = [f"{column}_{value}" for column, texts in self.texts.items() for value in texts]
         return (*self.numbers, *values, *map(indicator, self.missing))
 
     def encode(self, frame: Any, name: str) -> Tensor:
-        """Return the inputs (N, columns) of a data frame, whose columns are matched by name.
+        """Return the inputs (N, columns), float32, of the rows of a data frame.
 
         Args:
-            frame: the rows; columns that the network was not trained on are ignored.
+            frame: the rows. Columns are found by name; other columns are ignored.
             name: name of the data in errors.
 
         Raises:
@@ -60,14 +60,14 @@ class TableEncoding:
                 f"{name} lacks the column(s) {', '.join(lacking)}. The network was trained on "
                 f"{', '.join(columns)}. The order does not matter."
             )
-        # A list, as the names of encoded columns may be equal: a = "b_c" and a_b = "c".
+        # Use a list, because names of inputs may be equal: a = "b_c" and a_b = "c".
         inputs, absent, problems = [], frame[columns].isna(), []
         for column in columns:
             values, is_absent = frame[column], absent[column]
             if column not in self.missing and is_absent.any():
                 problems.append(
-                    f"{is_absent.sum()} row(s) lack column {column!r}, which no row of the "
-                    "training data did"
+                    f"{is_absent.sum()} row(s) lack column {column!r}, which all rows of the "
+                    "training data have"
                 )
             if column in self.numbers:
                 numbers: Any = pandas.to_numeric(values, errors="coerce").astype(float)  # pyright: ignore
@@ -86,12 +86,12 @@ class TableEncoding:
         if problems:
             raise ValueError(f"{name}: {'; '.join(problems)}. Correct or remove these rows.")
         inputs += [absent[column] for column in self.missing]
-        with np.errstate(over="ignore"):  # infinite values are named later
+        with np.errstate(over="ignore"):  # a later error names infinite values
             x = [values.to_numpy(dtype="float64").astype("float32") for values in inputs]
         return torch.from_numpy(np.stack(x, 1))
 
     def read(self, path: str | Path) -> Any:
-        """Return the rows of a file, with the original texts.
+        """Return the rows of a file as a data frame, with the original texts.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -101,7 +101,7 @@ class TableEncoding:
 
 
 SEPARATORS = ("\t", ";", "|")
-"""Separators of files that are not separated by commas."""
+"""Separators, other than commas, that an error recognises."""
 
 
 def indicator(column: str) -> str:
@@ -110,7 +110,7 @@ def indicator(column: str) -> str:
 
 
 def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
-    """Return a data frame of a file; errors as in `TableEncoding.read` and for equal names."""
+    """Return a data frame of a file; errors as in `TableEncoding.read`, also for equal names."""
     with extra("tables"):
         import pandas
 
@@ -123,10 +123,10 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
             frame = pandas.read_parquet(path)
             _check_unique(list(frame.columns))
             return frame
-        # As text: from a header pandas makes other names for doubled columns.
+        # Read the header as text, because pandas renames columns with equal names.
         first = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
         header = first.iloc[0].tolist()
-        # Of names without a comma. First, as rows with decimal commas would be misread.
+        # Check this before reading, because rows with decimal commas would be misread.
         if len(header) == 1 and (separators := [s for s in SEPARATORS if s in header[0]]):
             raise ValueError(
                 f"its columns are separated by {separators[0]!r} instead of commas. Save it with "
@@ -135,8 +135,8 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
             )
         _check_unique(header)
         frame = pandas.read_csv(path, dtype=dtypes)  # pyright: ignore
-        # If rows have more values than the header has names, pandas takes their first values as an
-        # index. That is right for no file: each value would get the name of its left neighbour.
+        # If rows have more values than the header has names, pandas takes the first values as an
+        # index. This is always wrong: each value would get the name of its left neighbour.
         has_index = len(frame) > 0 and not isinstance(frame.index, pandas.RangeIndex)
         if num_more := frame.index.nlevels * has_index:
             if frame.iloc[:, -num_more:].notna().to_numpy().any():
@@ -145,11 +145,11 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
                     f"{len(header) + num_more} values. Name each column. If the first values are "
                     "row names, remove them"
                 )
-            with warnings.catch_warnings():  # of the values that are lost: they are empty
+            with warnings.catch_warnings():  # pandas warns of lost values, which are empty here
                 warnings.simplefilter("ignore", pandas.errors.ParserWarning)
                 frame = pandas.read_csv(path, dtype=dtypes, index_col=False)  # pyright: ignore
         while header[-1:] == [""] and frame.iloc[:, len(header) - 1].isna().all():
-            frame = frame.iloc[:, : len(header) - 1]  # of a comma at the end of each line
+            frame = frame.iloc[:, : len(header) - 1]  # each line ends with a comma
             header.pop()
         return frame
     except (ValueError, OSError) as error:  # pandas' parsers and pyarrow raise subclasses

@@ -22,16 +22,16 @@ class TensorFile(DataSource):
     """Inputs and targets from a safetensors or npz file: images, or tensors of any kind.
 
     The file contains ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and optionally
-    ``x_validation`` with ``y_validation``. The first axis of each is the examples. Other axes and
-    dtypes are free, but numbers of an npz file become float32, like networks. Inputs in uint8 with
-    axes (N, C, H, W) are images. They are normalised by the training pixels, and may be augmented.
-    Other values are used unchanged, so standardise them before saving. Write the file with
-    ``safetensors.torch.save_file({"x_train": x, ...}, path)`` or ``numpy.savez(path, x_train=x,
-    ...)``. Nothing is unpickled, so a file of unknown origin runs no code.
+    ``x_validation`` with ``y_validation``. The first axis of each tensor has the examples. Other
+    axes and dtypes are free. Floating-point numbers of an npz file become float32. Inputs in uint8
+    with axes (N, C, H, W) are images. They are normalised by the training pixels, and may be
+    augmented. Other values are used unchanged, so standardise them before saving. Write the file
+    with ``safetensors.torch.save_file({"x_train": x, ...}, path)`` or ``numpy.savez(path,
+    x_train=x, ...)``. Nothing is unpickled, so a file of unknown origin cannot run code.
 
     Args:
         path: the file.
-        name: name of the data in tables and figures; the file's name if not given.
+        name: name of the data in tables and figures; the name of the file if not given.
     """
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
@@ -43,19 +43,19 @@ class TensorFile(DataSource):
 
         Raises:
             ValueError: the file is damaged, or not a safetensors or npz file; a tensor is missing,
-                unknown, empty or not finite; or inputs and targets, or the splits, do not fit
-                together.
+                unknown, empty or not finite; inputs and targets do not fit together; or the splits
+                do not fit together.
         """
         try:
             tensors = _read(self.path)
-        except Exception as error:  # of safetensors, zipfile, zlib and numpy
+        except Exception as error:  # safetensors, zipfile, zlib and numpy raise various ones
             reason = str(error).partition("\n")[0]
             raise ValueError(
                 f"'{self.path}' is damaged, or not a safetensors or npz file ({reason}). Write it "
                 "with safetensors.torch.save_file or numpy.savez. If you transferred it, transfer "
                 "it again."
             ) from error
-        # All names must be known: a misspelt x_validation would silently be left out.
+        # Reject unknown names. Otherwise a misspelt x_validation would be silently omitted.
         expected = {*REQUIRED, *(OPTIONAL if {*OPTIONAL} & tensors.keys() else ())}
         if tensors.keys() != expected:
             raise ValueError(
@@ -63,7 +63,7 @@ class TensorFile(DataSource):
                 f"{', '.join(REQUIRED)}; optional are {' and '.join(OPTIONAL)}. Save, rename or "
                 "remove the other tensors."
             )
-        if self.path.suffix == ".npz":  # of which float64 is the usual type
+        if self.path.suffix == ".npz":  # numpy's default dtype is float64
             for name, tensor in tensors.items():
                 if tensor.is_floating_point():
                     subject = f"'{self.path}': {name}"
@@ -96,7 +96,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def in_float32(subject: str, values: np.ndarray) -> np.ndarray:
-    """Return float64 values in float32, as networks compute; values that are not finite stay so.
+    """Return float64 values in float32, the dtype of networks. NaN and infinity stay as they are.
 
     Raises:
         ValueError: float32 cannot represent the values or their differences. Its range is 1e-38 to
@@ -113,11 +113,11 @@ def in_float32(subject: str, values: np.ndarray) -> np.ndarray:
         raise ValueError(
             f"{subject} has values from {values.min():.6g} to {values.max():.6g}, with a standard "
             f"deviation of {std:.3g}. Networks compute in float32, which has seven digits and a "
-            "range from 1e-38 to 3e38, and would lose the differences. Subtract the mean, or "
+            "range from 1e-38 to 3e38. It cannot represent the differences. Subtract the mean, or "
             "divide the values by a number."
         )
     return rounded
 
 
 TINY = float(np.finfo(np.float32).tiny)
-"""The smallest float32 number with full precision."""
+"""Smallest positive float32 number with full precision."""

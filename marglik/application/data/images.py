@@ -1,4 +1,4 @@
-"""Image data: scikit-learn's digits, torchvision's CIFAR-10 and SVHN, folders, class subsets."""
+"""Image data: digits of scikit-learn, CIFAR-10 and SVHN of torchvision, folders, class subsets."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Digits(DataSource):
         seed: seed of the splits and of the wrong labels.
 
     Raises:
-        ValueError: if a fraction is out of range.
+        ValueError: a fraction is out of range.
     """
 
     test_fraction: float = 0.2
@@ -57,7 +57,7 @@ class Digits(DataSource):
         check_fraction("wrong_labels", self.wrong_labels)
 
     def load(self) -> Splits:
-        """Return the digits; raise a ValueError if a part would be too small."""
+        """Return the digits, or raise a ValueError if a part would be too small."""
         splits = divided(self.load_undivided(), self.test_fraction, self.validation, self.seed)
         mean, std = pixel_statistics(splits.train[0])
         generator = torch.Generator().manual_seed(self.seed)
@@ -84,13 +84,13 @@ class Digits(DataSource):
 def with_wrong_labels(
     labels: Tensor, share: float, num_classes: int, generator: torch.Generator
 ) -> Tensor:
-    """Copy labels (N,) and replace round(share · N) of them by another random class.
+    """Return a copy of labels (N,) in which round(share · N) have another random class.
 
     Args:
         labels: integers from 0 to num_classes − 1.
         share: share of the labels to replace, in [0, 1).
         num_classes: C; each of the C − 1 other classes is equally likely.
-        generator: random numbers.
+        generator: random generator.
     """
     labels, number = labels.clone(), round(share * len(labels))
     chosen = torch.randperm(len(labels), generator=generator)[:number]
@@ -101,7 +101,7 @@ def with_wrong_labels(
 
 @dataclass(eq=False, kw_only=True)
 class TwoPartData(DataSource):
-    """A data set with training and test images, of which a part may be used.
+    """A data set with training and test images, or a random subset of these images.
 
     A subclass has a ``name`` for tables and figures, and reads each part.
 
@@ -146,10 +146,10 @@ class TwoPartData(DataSource):
                 "need the same classes. To use the test images as out-of-distribution data, pass "
                 "them as --ood."
             )
-        # If some images are coloured, greyscale ones become coloured, too.
-        channels = max(pixels.shape[1] for pixels, _ in (train, test))  # 1 and 3, or equal
+        # If a part has three channels, convert greyscale images of the other part to three.
+        channels = max(pixels.shape[1] for pixels, _ in (train, test))
         train, test = ((x.expand(-1, channels, -1, -1), y) for x, y in (train, test))
-        # Validation images come from the subset, not from the images left out.
+        # Choose the subset first, so that validation images come from the subset.
         train, indices = self._part(train, "max_train", classes)
         test, _ = self._part(test, "max_test", classes)
         splits = Splits(train, None, test, self.name, classes, train_indices=indices)
@@ -159,12 +159,12 @@ class TwoPartData(DataSource):
         return replace(splits, mean=mean, std=std)
 
     def load_test(self) -> tuple[Pair, str]:
-        """Return the test images and the name of the data; training images may be missing."""
+        """Return the test images and the name of the data. Training images may be missing."""
         test, classes = self.read("test")
         return self._part(test, "max_test", classes)[0], self.name
 
     def _part(self, images: Pair, option: str, classes: tuple[str, ...]) -> tuple[Pair, Tensor]:
-        """Return as many images as the option says, with the class shares of all, and indices."""
+        """Return a stratified subset of the size of an option, and the indices of its images."""
         size, labels = getattr(self, option), images[1]
         if size in (None, len(labels)):
             return images, torch.arange(len(labels))
@@ -177,7 +177,7 @@ class TorchvisionData(TwoPartData):
     """A data set that torchvision downloads, checks and reads; other arguments as `TwoPartData`.
 
     Args:
-        root: folder with the files, or for the download.
+        root: folder with the files, to which missing files are downloaded.
         download: whether to download the data if it is missing.
     """
 
@@ -185,7 +185,7 @@ class TorchvisionData(TwoPartData):
     download: bool = True
 
     def read(self, part: str) -> Part:
-        """Return all images of the part; raise a FileNotFoundError if they are not available."""
+        """Return all images of the part, or raise a FileNotFoundError if they are missing."""
         with extra("images"):
             from torchvision import datasets  # importing torchvision takes a second
 
@@ -201,10 +201,10 @@ class TorchvisionData(TwoPartData):
 
     @abstractmethod
     def _torchvisions(self, datasets: Any, part: str) -> Part:
-        """Return the part as torchvision reads it, with torchvision's own errors."""
+        """Return the part as torchvision reads it; may raise the errors of torchvision."""
 
 
-# The usual numbers, as in Daxberger et al. 2021 and the K-FAC paper.
+# The usual numbers; also used by Daxberger et al. 2021 and the K-FAC paper.
 MEAN = (125.3, 123.0, 113.9)
 STD = (63.0, 62.1, 66.7)
 
@@ -212,10 +212,10 @@ STD = (63.0, 62.1, 66.7)
 class CIFAR10(TorchvisionData):
     """CIFAR-10: 50,000 training and 10,000 test images of 32×32 pixels, ten classes; 170 MB.
 
-    Source: Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images", read from
-    ``cifar-10-batches-py`` in ``root`` by torchvision, which checks the files' MD5 sums. Normalised
-    by mean 125.3, 123.0, 113.9 and standard deviation 63.0, 62.1, 66.7. Arguments and errors are
-    those of `TorchvisionData`.
+    torchvision reads the folder ``cifar-10-batches-py`` in ``root`` and checks the MD5 sums. Images
+    are normalised by mean 125.3, 123.0, 113.9 and standard deviation 63.0, 62.1, 66.7. Arguments
+    and errors: see `TorchvisionData`. Source: Krizhevsky 2009, "Learning Multiple Layers of
+    Features from Tiny Images".
     """
 
     name = "CIFAR-10"
@@ -231,18 +231,18 @@ class CIFAR10(TorchvisionData):
 class SVHN(TorchvisionData):
     """SVHN: 73,257 training and 26,032 test images of 32×32 pixels, the ten digits; 246 MB.
 
-    Source: Netzer et al. 2011, "Reading Digits in Natural Images with Unsupervised Feature
-    Learning", the cropped digits without the extra set, read from ``train_32x32.mat`` and
-    ``test_32x32.mat`` in ``root`` by torchvision, which checks the files' MD5 sums. Label k is
-    digit k (the files call the zero 10). Normalised by the training pixels' own mean and standard
-    deviation. Arguments and errors are those of `TorchvisionData`.
+    These are the cropped digits without the extra set. torchvision reads ``train_32x32.mat`` and
+    ``test_32x32.mat`` in ``root``, and checks the MD5 sums. Label k is digit k (zero has label 10
+    in the files). Images are normalised by the mean and standard deviation of the training pixels.
+    Arguments and errors: see `TorchvisionData`. Source: Netzer et al. 2011, "Reading Digits in
+    Natural Images with Unsupervised Feature Learning".
     """
 
     name = "SVHN"
 
     def _torchvisions(self, datasets: Any, part: str) -> Part:
         data = datasets.SVHN(self.root, split=part, download=self.download)
-        pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of what the file holds
+        pixels = torch.from_numpy(data.data)  # (N, C, H, W), a view of the content of the file
         images = pixels.contiguous(), torch.from_numpy(data.labels)
         return images, tuple(str(digit) for digit in range(10))
 
@@ -253,11 +253,11 @@ class ImageFolder(TwoPartData):
 
     torchvision's ``ImageFolder`` lists the files. All images must have the same size. They are
     decoded to RGB, or to one channel if all images of a part are greyscale. Out-of-distribution
-    data only needs test/. Other arguments are those of `TwoPartData`.
+    data needs only test/. See `TwoPartData` for other arguments.
 
     Args:
         path: the folder that contains train/ and test/.
-        name: name of the data in tables and figures; the folder's name if not given.
+        name: name of the data in tables and figures; the name of the folder if not given.
     """
 
     path: str | Path
@@ -272,7 +272,7 @@ class ImageFolder(TwoPartData):
         """Return all images of the part.
 
         Raises:
-            FileNotFoundError: the folder does not exist, or has no class or an empty one.
+            FileNotFoundError: the folder does not exist, has no class, or has an empty class.
             ValueError: an image cannot be decoded or has another size.
         """
         with extra("images"):
@@ -285,7 +285,7 @@ class ImageFolder(TwoPartData):
                 "test/CLASS/IMAGE, and pass the folder that contains train/ and test/. If it is "
                 "an archive, unpack it first."
             )
-        # Files with a leading dot belong to systems and editors.
+        # Skip files with a leading dot, which operating systems and editors create.
         listed = datasets.ImageFolder(
             folder,
             is_valid_file=lambda path: (
@@ -298,18 +298,17 @@ class ImageFolder(TwoPartData):
 
 
 class ClassSubset(DataSource):
-    """The images of some classes of another source; label k is the k-th class in ``classes``.
+    """The images of some classes of another source. Label k is the k-th class in ``classes``.
 
-    Mean and standard deviation are those of the whole data, so that images of the other classes can
-    have the same normalisation.
+    The mean and the standard deviation are computed from all classes of the source, so that images
+    of other classes can have the same normalisation.
 
     Args:
         data: the source.
         classes: names of the classes to keep. A number stands for the name with the same digits.
 
     Raises:
-        ValueError: no class is named, a class is named twice, or a string is given instead of a
-            list.
+        ValueError: ``classes`` is empty, has a name twice, or is a string instead of a list.
     """
 
     def __init__(self, data: DataSource, classes: Sequence[str | int]) -> None:
@@ -322,7 +321,7 @@ class ClassSubset(DataSource):
         self.classes = names
 
     def load(self) -> Splits:
-        """Return the images of these classes; raise a ValueError if the source lacks one."""
+        """Return the images of these classes, or raise a ValueError if the source lacks one."""
         return self._of_classes(self.data.load())
 
     def load_undivided(self) -> Splits | None:
@@ -340,7 +339,7 @@ class ClassSubset(DataSource):
 
         def classes_of(
             part: Pair,
-        ) -> Tensor:  # (N, classes): the class of each image, if it is here
+        ) -> Tensor:  # (N, classes): whether the image has this class
             return part[1][:, None] == indices
 
         def some(part: Pair) -> Pair:
@@ -360,8 +359,8 @@ class ClassSubset(DataSource):
 
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Supported formats. Pillow would try forty more, for any file name, and run a program for
-PostScript."""
+"""Supported formats. Without this list, Pillow would try forty more for any file name, and run a
+program for PostScript."""
 GREYSCALE = frozenset({"1", "L", "LA"})
 
 
@@ -373,8 +372,8 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
         names: names of the images in errors.
 
     Raises:
-        ValueError: an image cannot be decoded, exceeds Pillow's limit, has another size than the
-            first one, or has more than 8 bits per channel.
+        ValueError: an image cannot be decoded, exceeds Pillow's limit, differs in size from the
+            first image, or has more than 8 bits per channel.
     """
     with extra("images"):
         from PIL import Image
@@ -392,8 +391,8 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
             ) from error
         if mode.startswith(("I", "F")):  # Pillow clips "I;16" instead of scaling it
             raise ValueError(
-                f"Image '{name}' has more than 8 bits per channel (mode {mode}). Convert it to 8 "
-                "bits with the scaling of your choice."
+                f"Image '{name}' has more than 8 bits per channel (mode {mode}). Scale and convert "
+                "it to 8 bits."
             )
         if not i:
             pixels, size = np.empty((len(files), H, W, 3), dtype=np.uint8), (W, H)

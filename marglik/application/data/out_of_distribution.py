@@ -14,7 +14,7 @@ from marglik.application.data.splits import DataSource, Splits, tensors_in
 class Noise(DataSource):
     """Images whose pixels are independent and uniform over 0..255, in the shape of other data.
 
-    This is the easiest out-of-distribution data. A network cannot be trained on it.
+    Noise is the easiest out-of-distribution data to detect. A network cannot be trained on it.
 
     Args:
         num_images: number of images.
@@ -30,7 +30,7 @@ class Noise(DataSource):
         self.seed = seed
 
     def load(self) -> NoReturn:
-        """Raise a NotImplementedError, because noise has no own shape and no classes."""
+        """Raise a NotImplementedError, because noise has neither a shape nor classes."""
         raise NotImplementedError("Noise can only be out-of-distribution data. Pass it as --ood.")
 
     def draw(self, channels: int, height: int, width: int) -> UInt8[Tensor, "N C H W"]:
@@ -44,20 +44,20 @@ class OutOfDistributionImages(NamedTuple):
     """Images of another source."""
 
     images: Tensor
-    """Uint8, (N, C, H, W), not normalised."""
+    """Pixels (N, C, H, W), uint8, not normalised."""
     name: str
-    """Name of their source."""
+    """Name of the source."""
     note: str | None
-    """Changes of the images, such as "resized from 28x28x1 to 32x32x3", or None."""
+    """Conversion of the images, such as "resized from 28x28x1 to 32x32x3", or None."""
 
 
 def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistributionImages:
     """Return the test images of a source in the shape of other data.
 
     torchvision resizes images of another size (bilinear, with antialiasing, stretched if the
-    proportions differ). Greyscale images become RGB by repetition, and RGB images greyscale by
-    torchvision's weights (Rec. 601). `Noise` is drawn in the required shape, because resizing would
-    smooth it.
+    proportions differ). Greyscale images become RGB by repetition. RGB images become greyscale by
+    the weights of Rec. 601. `Noise` is drawn in the required shape, because resizing would smooth
+    it.
 
     Args:
         source: the source of the test images.
@@ -69,7 +69,7 @@ def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistrib
     """
     if not like.are_images:
         raise ValueError(f"{like.name} contains no images, and ood is for images. Omit ood.")
-    # Resized noise would be smooth, and easy to distinguish from noise.
+    # Draw noise in this shape, because resized noise would be smooth.
     if isinstance(source, Noise):
         return OutOfDistributionImages(source.draw(*like.image_shape), "noise", None)
     test, name = source.load_test()
@@ -85,7 +85,7 @@ def out_of_distribution_images(source: DataSource, like: Splits) -> OutOfDistrib
             "Supported are equal numbers, greyscale to RGB (1 to 3) and RGB to greyscale (3 to "
             "1). Choose another source, or convert its images."
         )
-    # In parts, as floating point takes four times as much memory.
+    # Convert in parts, because floating point takes four times as much memory.
     images = torch.cat([_reshaped(part, target) for part in images.split(256)])
     change = "converted" if shape[1:] == target[1:] else "resized"
     before, after = (f"{height}x{width}x{channels}" for channels, height, width in (shape, target))

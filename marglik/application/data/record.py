@@ -1,4 +1,4 @@
-"""Records of data, which identify it later and convert other data to the same form."""
+"""Record data, to recognise it later and to convert other data to the same form."""
 
 from base64 import b64decode, b64encode
 from dataclasses import asdict, replace
@@ -19,17 +19,17 @@ from marglik.data.batches import Pair
 from marglik.graphs import Graphs
 
 SUM_BYTES = 6
-"""Length of a sum. Among 10,000 new examples, compared with 50,000 recorded ones, 2e-6 match by
-chance."""
+"""Length of an example's checksum. Of 10,000 new examples, compared with 50,000 recorded examples,
+2e-6 match by chance on average."""
 
 
 def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the record of data for JSON: name, sums of its examples, classes, form, scales.
+    """Return the record of data for JSON: name, checksums, classes, form and scales.
 
-    The form contains the properties that a network depends on. The scales are those of images, or
-    of a table's targets. "seen" contains `SUM_BYTES` bytes of the sum of each example's inputs, for
-    the examples that a run is trained on or calibrated with, in base64. With these, `num_seen`
-    recognises examples in other data.
+    The form has the properties on which a network depends. The scales normalise images, or the
+    targets of a table. "seen" has `SUM_BYTES` bytes, in base64, of a checksum of the inputs of each
+    example that a run uses for training or calibration. `num_seen` recognises these examples in
+    other data.
 
     Args:
         splits: the data.
@@ -54,7 +54,7 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
 
 
 def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
-    """Return the data, normalised like the training data.
+    """Return data with the normalisation of the training data.
 
     Args:
         splits: the data.
@@ -70,7 +70,7 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
             f"{splits.name} has {form}, but the network was trained on {record['name']} with "
             f"{record['form']}. Pass data of this kind and shape (--data)."
         )
-    # A file's labels have no names: nothing to compare.
+    # Labels of a tensor file have no names to compare.
     classes = record.get("classes")
     if classes and splits.classes and list(splits.classes) != classes:
         raise ValueError(
@@ -83,17 +83,17 @@ def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
         return replace(splits, mean=tuple(record["mean"]), std=tuple(record["std"]))
     scale = record.get("target_scale")
     scale = scale and tuple(scale)
-    # Classes in the place of numbers are found later, with the likelihood.
+    # A later check with the likelihood finds classes instead of numbers.
     is_same = splits.classes is not None or splits.target_scale == scale
     return splits if is_same else splits.with_target_scale(scale)
 
 
 def data_to_evaluate(source: DataSource, record: dict[str, Any] | None) -> Splits:
-    """Return the data whose test part is to be evaluated.
+    """Return data whose test part is to be evaluated.
 
-    This is the test part of the training data. For other data it is all examples, unless the data
-    has its own test part. Without a record of the training data, the source determines its test
-    part.
+    For the data of the training, it is the test part of the training run. For other data, it is the
+    data's own test part, or all examples if the source is split at random. Without a record, it is
+    the test part that the source loads.
 
     Args:
         source: the data.
@@ -116,15 +116,15 @@ def data_to_evaluate(source: DataSource, record: dict[str, Any] | None) -> Split
 
 
 def is_own_test(splits: Splits, record: dict[str, Any]) -> bool:
-    """Return whether the test examples are those of the recorded data."""
+    """Return whether the test examples are the same as in the recorded data."""
     return record["test_sha256"] == sha256_of_tensors(tensors_in(splits.test))
 
 
 def num_seen(splits: Splits, record: dict[str, Any] | None) -> int | None:
     """Return the number of test examples whose inputs the recorded run used.
 
-    A run uses inputs for training or calibration. None without a record. For the run's own test
-    part it is 0, because equal inputs are a coincidence there.
+    A run uses inputs for training or calibration. The number is 0 for the test part of the run,
+    where equal inputs are a coincidence, and None without a record.
     """
     if record is None:
         return None
@@ -136,10 +136,10 @@ def num_seen(splits: Splits, record: dict[str, Any] | None) -> int | None:
 
 
 def is_held_out(splits: Splits, record: dict[str, Any] | None) -> bool:
-    """Return whether there is a validation set on which the network was certainly not trained.
+    """Return whether there is a validation set that the network was certainly not trained on.
 
-    This is the case if the training set is the recorded one, because the validation set is disjoint
-    from it.
+    This is the case if the training set equals the recorded training set, because a validation set
+    is disjoint from it.
     """
     if splits.validation is None or record is None:
         return False
@@ -155,7 +155,7 @@ def _sums_of(part: Pair | None) -> list[bytes]:
 
 
 def _form(splits: Splits) -> str:
-    """Return a network's input form: (C, H, W) of images, features of graphs, table columns."""
+    """Return the form of inputs: shape of images, features of graphs, or columns of a table."""
     if splits.are_images:
         return f"images of shape {splits.image_shape}"
     if splits.table is not None:

@@ -1,4 +1,4 @@
-"""Data in memory, split into training, validation and test examples, and functions to split it."""
+"""Data in memory, split into training, validation and test data, and functions that split it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
@@ -22,20 +22,20 @@ class DataSource(ABC):
 
     @abstractmethod
     def load(self) -> "Splits":
-        """Return the data; the same arguments always give the same data."""
+        """Return the data. The same arguments always give the same data."""
 
     def load_undivided(self) -> "Splits | None":
-        """Return all examples as test data if the source is split at random; otherwise None."""
+        """Return all examples as test data if the source is split at random, otherwise None."""
         return None
 
     def encoded_as(self, record: dict[str, Any]) -> "DataSource":
-        """Return the data with the encoding of the recorded data; a table has such an encoding."""
+        """Return the source with the encoding of recorded data; only tables have an encoding."""
         return self
 
     def load_test(self) -> tuple[Pair, str]:
-        """Return the test examples and the name of the data, as for out-of-distribution data.
+        """Return the test examples and the name of the data, for out-of-distribution data.
 
-        Sources that may lack training examples override it.
+        Sources whose training examples may be missing override it.
         """
         splits = self.load()
         return splits.test, splits.name
@@ -48,20 +48,21 @@ class Splits:
     Args:
         train: inputs x (N, ...), or N graphs, and targets y (N, ...) of the training data. Images
             are uint8 pixels (N, C, H, W), neither augmented nor normalised.
-        validation: the same for the validation data, disjoint from the training data, or None.
-        test: the same for the test data, which is never used for a choice.
+        validation: inputs and targets of the validation data, disjoint from the training data; or
+            None.
+        test: inputs and targets of the test data, which determines no choice.
         name: name of the data in tables and figures.
         classes: class names; label k stands for ``classes[k]``. None if targets are not class
             labels, or the number of classes is unknown.
         ignore_index: label of targets that do not count, such as padding; None if all count.
-        table: encoding of a table's rows; None for other data.
+        table: encoding of the rows of a table; None for other data.
         target_scale: mean and standard deviation by which targets of a table are standardised.
         mean: mean of the training pixels per channel, in 0..255, by which images are normalised.
             None for other data.
-        std: the corresponding standard deviation.
-        train_indices: (N,) indices of the training examples in the source, from 0: rows of a file,
-            or images of a data set in its own order. None if the training examples are all of them,
-            in this order.
+        std: standard deviation of the training pixels per channel, in 0..255.
+        train_indices: indices (N,) of the training examples in the source, from 0: rows of a file,
+            or images in the order of a data set. None if the source has no other examples, and they
+            are in its order.
 
     Raises:
         ValueError: a split has no examples, different numbers of inputs and targets, or values that
@@ -94,7 +95,7 @@ class Splits:
                 )
             for letter, values, trained_on in zip("xy", pair, self.train, strict=True):
                 check_values(f"{self.name}: {letter}_{split}", values)
-                # A network that takes one split's examples must take the others', too.
+                # One network must accept the examples of all splits.
                 if described(values) != described(trained_on):
                     raise ValueError(
                         f"{self.name}: {letter}_{split} has examples of {described(values)}, but "
@@ -118,13 +119,13 @@ class Splits:
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of every image."""
+        """Shape (C, H, W) of every image."""
         _, channels, height, width = tensors_in(self.train)[0].shape
         return channels, height, width
 
     @property
     def indices_in_source(self) -> Tensor:
-        """``train_indices`` (N,), also if these are all."""
+        """Indices (N,) of the training examples in the source, never None."""
         every = torch.arange(len(self.train[1]))
         return every if self.train_indices is None else self.train_indices
 
@@ -134,9 +135,9 @@ class Splits:
         return TargetOptions(ignore_index=self.ignore_index)
 
     def with_target_scale(self, scale: tuple[float, float] | None) -> "Splits":
-        """Return the data with targets scaled by this mean and standard deviation, or unscaled.
+        """Return the data with targets standardised by a mean and standard deviation, or unscaled.
 
-        An earlier standardisation is reverted.
+        It first reverts an earlier standardisation.
         """
         (own_mean, own_std), (mean, std) = self.target_scale or (0.0, 1.0), scale or (0.0, 1.0)
 
@@ -144,7 +145,7 @@ class Splits:
             if pair is None:
                 return None
             x, y = pair
-            y = y.double() * own_std + own_mean  # in the range that a file's numbers have
+            y = y.double() * own_std + own_mean  # numbers of the file, in the range of float64
             return x, ((y - mean) / std).float()
 
         parts = {name: scaled(getattr(self, name)) for name in ("train", "validation", "test")}
@@ -179,7 +180,7 @@ class Splits:
 
 
 def described(values: Inputs) -> str:
-    """Return a description of an example that is equal for all data that fit the same network."""
+    """Return a description of examples; data for the same network have equal descriptions."""
     if isinstance(values, Graphs):
         return (
             f"graphs with {values.nodes.shape[1]} features per node and {values.edges.shape[1]} "
@@ -197,7 +198,7 @@ def tensors_in(part: Pair) -> list[Tensor]:
 
 
 def take(part: Pair, indices: Tensor) -> Pair:
-    """Return the examples with the given indices (M,), in that order."""
+    """Return the examples with these indices (M,), in this order."""
     x, y = part
     return x[indices], y[indices]
 
@@ -226,7 +227,7 @@ def check_values(name: str, values: Inputs) -> None:
             )
 
 
-# How parts are chosen
+# Choice of parts
 
 
 def split_batches(
@@ -243,14 +244,13 @@ def split_batches(
     Args:
         splits: the data.
         split: name of the split.
-        batch_size: as for `Batches`, with augment and channels_last.
-        augment: for images only.
-        channels_last: for images only.
+        batch_size: see `Batches`.
+        augment: see `Batches`; only for images.
+        channels_last: see `Batches`; only for images.
         options: further arguments of `Batches`.
 
     Raises:
-        ValueError: there is no such split, or data that are not images should be augmented or have
-            a memory format.
+        ValueError: the data has no such split, or has no images but an option for images.
     """
     examples: Pair | None = getattr(splits, split)
     if examples is None:
@@ -275,21 +275,21 @@ class SplitError(ValueError):
 def hold_out(splits: Splits, share: float, seed: int, option: str = "held_out") -> Splits:
     """Return the data with a random part of the training examples as its validation set.
 
-    The part is stratified if each example has a class. Mean and standard deviation of images are
-    not computed again.
+    The part is stratified if each example has a class. Mean and standard deviation of images do not
+    change.
 
     Args:
         splits: the data, without a validation set.
         share: share of the training examples, in (0, 1).
         seed: seed of the choice.
-        option: option that requests the split, for errors.
+        option: name of the option that requests the split, for errors.
 
     Raises:
         SplitError: with this share a part would be empty or lack a class.
     """
     y = splits.train[1]
     classes, size, cause = splits.classes or (), round(share * len(y)), f"{option}={share}"
-    # Sequences and labels that do not count belong to no class.
+    # Sequences, and examples whose label does not count, have no class.
     if classes and y.dim() == 1 and bool(((y >= 0) & (y < len(classes))).all()):
         chosen, rest = stratified(y, size, classes, seed, cause)
     else:
@@ -302,12 +302,12 @@ def hold_out(splits: Splits, share: float, seed: int, option: str = "held_out") 
 
 
 def divided(whole: Splits, test_fraction: float, validation: float, seed: int) -> Splits:
-    """Return data with parts for testing and validation, from data with only test examples.
+    """Return undivided data with a test set and a validation set.
 
     Args:
-        whole: the data.
+        whole: data with all examples as training data.
         test_fraction: share of all examples that become the test set.
-        validation: share of the others that become the validation set; 0 for none.
+        validation: share of the other examples that become the validation set; 0 for none.
         seed: seed of both choices.
 
     Raises:
@@ -324,18 +324,18 @@ def stratified(
 ) -> tuple[Tensor, Tensor]:
     """Return the indices of a stratified random choice of ``size`` examples, and of the rest.
 
-    Both are in ascending order, and have the class shares of all examples.
+    The indices are in ascending order. In both parts, the shares of the classes are the same.
 
     Args:
-        labels: (N,) class indices.
+        labels: class indices (N,).
         size: number of examples to choose.
         classes: class names.
         seed: seed of the choice.
         cause: the option that requests the split, for errors.
 
     Raises:
-        SplitError: if a part would be smaller than the number of classes, or a class has
-            fewer than two examples.
+        SplitError: a part would be smaller than the number of classes, or a class has fewer than
+            two examples.
     """
     _check_sizes(len(labels), size, len(classes), cause)
     counts = labels.bincount(minlength=len(classes))
@@ -366,10 +366,10 @@ def _check_sizes(total: int, size: int, least: int, cause: str) -> None:
 def pixel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of uint8 images (N, C, H, W) per channel, in 0..255.
 
-    Computed in float64 from a histogram with 256 bins, so that the images are never copied to
-    floating point. The standard deviation is the population's (divided by N H W).
+    They are computed in float64 from a histogram with 256 bins, without a copy of the images in
+    floating point. The standard deviation divides by N H W.
     """
-    # Sums of counts are exact, unlike a float32 mean of 150 million pixels.
+    # Counts are exact, unlike a float32 mean of 150 million pixels.
     values = torch.arange(256, dtype=torch.float64)
     counts = torch.stack(
         [channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]

@@ -1,4 +1,4 @@
-"""Tables: the rows of a CSV or Parquet file, split, with targets in the form of a likelihood."""
+"""Tables: rows of a CSV or Parquet file, split into parts, with targets for a likelihood."""
 
 import re
 import warnings
@@ -17,7 +17,7 @@ from marglik.application.data.files import in_float32
 from marglik.application.data.splits import DataSource, Splits, divided
 
 MOST_CATEGORIES = 100
-"""Maximum number of values in a column of text, which becomes as many columns. A column with more
+"""Maximum number of values in a column of text, each of which becomes an input. A column with more
 values probably contains row names."""
 DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 Missing = Literal["indicator", "error"]
@@ -27,26 +27,26 @@ Missing = Literal["indicator", "error"]
 class TableFile(DataSource):
     """A CSV or Parquet file with one example per row, read by pandas.
 
-    Numbers are not changed here. `marglik train` standardises each column by the training rows
-    inside the network, so that a saved network accepts rows of the file. A column of text becomes a
-    column of zeros and ones for each of its values. If the target has fractions, it is for
-    likelihood regression and is standardised by the training rows (the file ``posterior.json`` has
-    its mean and standard deviation). Any other target is a class.
+    Columns of numbers are inputs without changes. `marglik train` standardises them by the training
+    rows inside the network, so that a saved network accepts rows of the file. A column of text
+    becomes a column of zeros and ones for each of its values. A target with fractions is numeric,
+    for likelihood regression. It is standardised by the training rows; ``posterior.json`` has its
+    mean and standard deviation. Any other target is a class.
 
     Args:
-        path: the file; files ending in .parquet are Parquet, others CSV.
-        target: name of the column to predict; the last one if not given.
+        path: the file. Files ending in .parquet are Parquet, others CSV.
+        target: name of the column to predict; the last column if not given.
         drop: names of columns that are not inputs, such as ids and dates: "[id, date]".
         classes: whether the target is a class. If not given, text, booleans and integers are
             classes.
-        standardise: whether a numeric target is standardised; not for counts (poisson).
+        standardise: whether a numeric target is standardised. Pass false for counts (poisson).
         missing: treatment of missing input values. indicator adds a column of zeros and ones that
-            marks them, and replaces numbers by the median of the training rows. error rejects them.
-            A missing target is always rejected.
+            marks them, and replaces missing numbers by the median of the training rows. error
+            rejects them. A missing target is always rejected.
         test_fraction: share of all rows that become the test set, in (0, 1).
         validation: share of the training rows that become the validation set, in [0, 1).
         seed: seed of both splits, which are stratified by class.
-        name: name of the data in tables and figures; the file's name if not given.
+        name: name of the data in tables and figures; the name of the file if not given.
 
     Raises:
         ValueError: a fraction is out of range, or ``drop`` includes the target.
@@ -85,9 +85,9 @@ class TableFile(DataSource):
 
         Raises:
             FileNotFoundError: the file does not exist.
-            ValueError: the file cannot be read or has no such column, values are missing or
-                infinite, a column has too many texts, or a class has too few rows. One error lists
-                all columns that cannot be inputs.
+            ValueError: the file cannot be read or lacks a column, values are missing or infinite, a
+                column has too many texts, or a class has too few rows. One error lists all columns
+                that cannot be inputs.
         """
         splits = divided(self._whole(), self.test_fraction, self.validation, self.seed)
         if self._encoding is None:
@@ -99,7 +99,7 @@ class TableFile(DataSource):
         return self._scaled(self._filled(self._whole()))
 
     def _warn_of_copies(self, splits: Splits) -> None:
-        """Warn of test rows that equal a training row, in the target, too."""
+        """Warn of test rows that equal a training row in all columns."""
         train, test = (
             [row.tobytes() for row in torch.cat([x, y.view(len(y), -1)], 1).double().numpy()]
             for x, y in (splits.train, splits.test)
@@ -113,10 +113,10 @@ class TableFile(DataSource):
             )
 
     def _filled(self, splits: Splits) -> Splits:
-        """Return the data with the training part's medians instead of missing numbers."""
+        """Return the data with missing numbers replaced by the medians of the training rows."""
         if (table := splits.table) is None or self._encoding is not None:
             return splits
-        # Numbers first, and the columns that mark missing values last.
+        # Inputs begin with the numbers, and end with the columns that mark missing values.
         medians, names = dict(table.numbers), list(table.numbers)
         for where, column in enumerate(table.missing, len(table.columns) - len(table.missing)):
             if column not in names:
@@ -139,7 +139,7 @@ class TableFile(DataSource):
         if y.min() == y.max():
             return splits.with_target_scale((y[0].item(), 1.0))
         largest = y.abs().max()
-        scaled = y / largest  # squares of large or small numbers leave the range of float64
+        scaled = y / largest  # squares of large or small numbers would exceed float64's range
         mean, std = (scaled.mean() * largest).item(), (scaled.std(correction=0) * largest).item()
         if not std or not 0.99 < ((y - mean) / std).std(correction=0) < 1.01:
             raise ValueError(
@@ -193,12 +193,12 @@ class TableFile(DataSource):
         return Splits((x, targets), None, (x, targets), self.name, classes, table=encoding)
 
     def _fitted(self, inputs: Any, y: Any, problems: list[str]) -> TableEncoding:
-        """Return the encoding of this file, with medians of all rows until they are divided.
+        """Return the encoding of this file, with the medians of all rows for now.
 
         Args:
             inputs: the data frame without the target.
             y: the target.
-            problems: sentences about columns that stop the run, to which it adds its own.
+            problems: list to which it adds sentences about columns that cannot be used.
         """
         with extra("tables"):
             import pandas
@@ -212,7 +212,7 @@ class TableFile(DataSource):
                 problem = f"has dtype {values.dtype}. Convert it to a number."
             elif lacking[column] == len(values):
                 problem = "has no values."
-            elif pandas.api.types.is_numeric_dtype(values):  # as are yes and no
+            elif pandas.api.types.is_numeric_dtype(values):  # booleans are numeric, too
                 present = values.dropna().to_numpy(dtype="float64")
                 numbers[name] = float(np.median(present))
                 problem = _problem_of_numbers(present)
@@ -260,7 +260,7 @@ class TableFile(DataSource):
 
 
 def _problem_of_numbers(values: np.ndarray) -> str:
-    """Return why a column of numbers cannot be an input; empty if it can."""
+    """Return the reason why numbers cannot be inputs, or an empty string."""
     if infinite := int(np.isinf(values).sum()):
         return f"has {infinite} infinite value(s). Correct them, or remove these rows."
     try:
@@ -271,7 +271,7 @@ def _problem_of_numbers(values: np.ndarray) -> str:
 
 
 def _decimal_commas(texts: list[str]) -> str:
-    """Return why texts that look like numbers cannot be categories; empty if they do not."""
+    """Return the reason if texts are numbers with decimal commas, or an empty string."""
     numbers = [text for text in texts if DECIMAL_COMMA.fullmatch(text.strip())]
     if 2 * len(numbers) <= len(texts):
         return ""

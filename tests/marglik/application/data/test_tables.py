@@ -153,7 +153,7 @@ def test_other_rows_are_encoded_and_scaled_as_the_training_part(tmp_path):
         (frame().replace({"town": {"C": "D"}}), r"column 'town' has 'D' \(in \d+ row.*A, B, C"),
         (frame().drop(columns="rooms"), r"lacks .* rooms. .* trained on size, rooms, town"),
         (frame().assign(size="large"), r"column 'size' has 'large' \(in 60.*a number"),
-        (frame().assign(size=math.nan), r"60 row\(s\) lack column 'size', which no row"),
+        (frame().assign(size=math.nan), r"60 row\(s\) lack column 'size', which all rows"),
     ):
         with pytest.raises(ValueError, match=message):
             other(rows)
