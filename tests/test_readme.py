@@ -1,15 +1,19 @@
 """What README and docs/ show runs as it stands, and their numbers are those of the results."""
 
 import importlib
+import inspect
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kfac_backend.layers import registry
+from marglik import Laplace, laplace_predictive
 from marglik.application.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -192,6 +196,42 @@ def _check_conformal_sets(namespace):
     # Coverages of 400 and 800 examples: a standard deviation of 0.013.
     assert 0.91 < namespace["contained"].mean() < 0.99
     assert 1 <= namespace["sets"].sum(1).mean() < 2
+
+
+def test_a_posterior_is_shared_on_the_hub(monkeypatch):
+    """By docs/files.md, with a client that copies folders and makes links as the real one does."""
+    hub = pytest.importorskip("huggingface_hub")
+    page = (ROOT / "docs/files.md").read_text().partition("### Share a posterior")[2]
+    share, load = re.findall(r"```py\n(.*?)```", page, re.S)[:2]
+    real = {name: getattr(hub, name) for name in ("create_repo", "upload_folder")}
+    calls = []
+
+    def called(name):
+        def call(*arguments, **options):  # the arguments must be those of the real function
+            calls.append(inspect.signature(real[name]).bind(*arguments, **options).arguments)
+
+        return call
+
+    def download(repo_id):  # a snapshot of links into a folder of blobs
+        assert repo_id == calls[0]["repo_id"] == calls[1]["repo_id"]
+        blobs, snapshot = Path("blobs").absolute(), Path("snapshot")
+        snapshot.mkdir()
+        shutil.copytree(calls[1]["folder_path"], blobs)
+        for path in blobs.iterdir():
+            (snapshot / path.name).symlink_to(path)
+        return str(snapshot)
+
+    for name in real:
+        monkeypatch.setattr(hub, name, called(name))
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    model, other = (torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)) for _ in "ab")
+    posterior = Laplace(model, "classification")
+    posterior.fit([(x, y)])
+    exec(share, {"posterior": posterior})
+    namespace = {"model": other}
+    exec(load, namespace)
+    assert torch.equal(namespace["predict"](x).mean, laplace_predictive(posterior)(x).mean)
 
 
 INSTALLATION = [
