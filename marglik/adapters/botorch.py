@@ -6,8 +6,8 @@ acquisition = qLogExpectedImprovement(model, best_f=y.max())
 candidate, value = optimize_acqf(acquisition, bounds, q=1, num_restarts=8, raw_samples=64)
 ```
 
-Install it with `pip install 'marglik[adapters]'`. BoTorch maximises. It works best in float64, so
-use a network in float64.
+Install BoTorch with `pip install 'marglik[adapters]'`. BoTorch maximises the outputs. It works best
+in float64, so use a network in float64.
 """
 
 from typing import Any
@@ -36,10 +36,10 @@ class LaplaceModel(Model):
     """The linearised network N(f(X), J(X) Σ J(X')ᵀ), jointly over q points, with gradients in X.
 
     Acquisition functions over several points, such as qLogNoisyExpectedImprovement, need the joint
-    covariance, and `optimize_acqf` needs its gradients. Posterior and network are constants: train
-    and fit again after new observations. Calibrations of the posterior are not used; covariances
-    use its prior and noise. Source: Kristiadi et al. 2023, "Promises and pitfalls of the linearized
-    Laplace in Bayesian optimization" (arXiv:2304.08309).
+    covariance, and `optimize_acqf` needs its gradients. Posterior and network are constants: after
+    new observations, train the network and fit the posterior again. The model uses the prior and
+    the noise of the posterior, but not its calibrations. Source: Kristiadi et al. 2023, "Promises
+    and pitfalls of the linearized Laplace in Bayesian optimization" (arXiv:2304.08309).
 
     Args:
         posterior: a fitted posterior of a regression with outputs (N, C).
@@ -59,23 +59,23 @@ class LaplaceModel(Model):
             )
         posterior.fitted_curvature()
         self.laplace = posterior
-        """The posterior."""
+        """Posterior of the network."""
         self._outputs = list(range(posterior.n_outputs))
         if output_indices is not None:
             self._outputs = [self._outputs[i] for i in output_indices]
 
     @property
     def num_outputs(self) -> int:
-        """M, the number of outputs of the model."""
+        """Number M of outputs of the model."""
         return len(self._outputs)
 
     @property
     def batch_shape(self) -> torch.Size:
-        """(): one network."""
+        """Empty shape: the model is one network."""
         return torch.Size()
 
     def subset_output(self, idcs: list[int]) -> "LaplaceModel":
-        """Return the model of some of the outputs."""
+        """Return the model of the outputs with these indices."""
         return LaplaceModel(self.laplace, [self._outputs[i] for i in idcs])
 
     def posterior(
@@ -91,10 +91,10 @@ class LaplaceModel(Model):
         Args:
             X: the points.
             output_indices: indices of the m outputs; None selects all.
-            observation_noise: True adds σ² to the variances; a tensor adds its own variances, in a
-                shape that broadcasts to (..., q, m).
-            posterior_transform: BoTorch's, such as a scalarisation of the outputs.
-            kwargs: ignored; they belong to BoTorch's interface.
+            observation_noise: True adds σ² to the variances. A tensor, which broadcasts to (..., q,
+                m), adds its entries.
+            posterior_transform: transform of BoTorch, such as a scalarisation of the outputs.
+            kwargs: ignored; they are part of BoTorch's interface.
         """
         outputs = self._outputs
         if output_indices is not None:
@@ -106,13 +106,13 @@ class LaplaceModel(Model):
         elif observation_noise:
             variance = self.laplace.sigma_noise.to(mean).square()
             covariance = covariance + variance * torch.eye(covariance.shape[-1]).to(mean)
-        # Almost equal points make the covariance singular up to rounding. GPyTorch adds jitter as
-        # needed to the root of an operator, but not to a tensor's.
+        # Almost equal points make the covariance singular up to rounding. GPyTorch adds jitter to
+        # the decomposition of an operator if needed, but not of a tensor.
         operator = to_linear_operator(covariance)
         if len(outputs) == 1:
             normal = MultivariateNormal(mean[..., 0], operator)
         else:
-            normal = MultitaskMultivariateNormal(mean, operator)  # output by output of each point
+            normal = MultitaskMultivariateNormal(mean, operator)  # covariance (q·m, q·m), by point
         posterior = GPyTorchPosterior(normal)
         if posterior_transform is not None:
             return posterior_transform(posterior=posterior, X=X)

@@ -1,10 +1,10 @@
 """`LearnedAugmentation`: a network that averages its outputs over transformed copies of an input.
 
-f̄(x) = 1/S Σ_s f(T(x; η, u_s)). The copies share all weights. They form another axis over which
-K-FAC's reduce sums, and reduce is exact for this sum in a deep linear network with a Gaussian
-likelihood. The ranges η are hyperparameters. The likelihood alone would shrink them to zero. The
-evidence increases them as far as the data is invariant, because the network then has fewer
-parameters to determine. Source: Immer et al. 2022 (arXiv:2202.10638).
+f̄(x) = 1/S Σ_s f(T(x; η, u_s)). The copies share all weights. K-FAC-reduce treats them as one more
+shared axis. This is exact for a deep linear network with a Gaussian likelihood. The ranges η are
+hyperparameters. The likelihood alone would shrink them to zero. The evidence increases them as far
+as the data is invariant, because the data then determines fewer parameters. Source: Immer et al.
+2022 (arXiv:2202.10638).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,34 +17,34 @@ from kfac_backend import examples_of_rows
 from marglik.augmentation.transforms import Transform
 
 START = 0.05
-"""Initial range as a share of the largest range. It must be positive, so that the range has an
-effect."""
+"""Initial range as a share of the largest range. It must be positive to have an effect."""
 
 
 class LearnedAugmentation(nn.Module):
     """A network whose outputs are means over transformed copies, with ranges that can be learned.
 
-    Train it like any network. `PriorLearner`, and with it every loop, command and callback of this
-    package, learns the ranges together with the weight decays. In train mode the copies of each
-    example are random, one from each S-th of the range. In eval mode all examples have the same
-    copies, so predictions are deterministic. A forward pass costs S forward passes of the network.
+    Train it like any network. `PriorLearner`, which all loops, commands and callbacks use, learns
+    the ranges together with the weight decays. In train mode the copies of each example are random,
+    one from each of S equal parts of the range. In eval mode the copies are the same for all
+    examples, so predictions are deterministic. A forward pass costs S forward passes of the
+    network.
 
     Args:
         model: the network; its outputs are logits, or means for regression.
         transforms: transforms, applied in this order to each copy.
-        copies: S.
-        ranges: initial η of each range, by name; omitted ranges start at the share `START` of the
-            largest.
+        copies: number S of copies.
+        ranges: name of a range -> its initial η. Other ranges start at the share `START` of their
+            largest value.
         learns: whether the evidence changes the ranges; otherwise they are fixed.
 
     Raises:
-        ValueError: there is no transform, two ranges have one name, a range is unknown, negative or
-            too large, or `Flip` has an odd number of copies.
+        ValueError: there is no transform; two ranges have the same name; a range is unknown,
+            negative or too large; or `Flip` has an odd number of copies.
     """
 
     ranges: Tensor
-    """η (K,), a buffer. It is saved with the network, but is not a weight: optimisers do not change
-    it, and it has no weight decay and no block in the posterior."""
+    """Ranges η (K,), a buffer, which is saved with the network. It is not a weight: optimisers do
+    not change it, and it has no weight decay and no block in the posterior."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class LearnedAugmentation(nn.Module):
         self.model, self.transforms, self.copies = model, list(transforms), copies
         self.learns = learns
         self.names = [name for transform in self.transforms for name in transform.names]
-        """The names of all ranges."""
+        """Names of all ranges."""
         if not self.names or len(set(self.names)) < len(self.names) or copies < 1:
             raise ValueError(
                 f"LearnedAugmentation got the transforms {self.transforms} and copies={copies}. "
@@ -66,7 +66,7 @@ class LearnedAugmentation(nn.Module):
                 "1."
             )
         self.largest = torch.tensor([v for t in self.transforms for v in t.largest])
-        """The largest value of each range, (K,)."""
+        """Largest value of each range, (K,)."""
         start = START * self.largest
         for name, value in (ranges or {}).items():
             if name not in self.names or not 0 <= value <= self.largest[self.names.index(name)]:
@@ -81,7 +81,7 @@ class LearnedAugmentation(nn.Module):
         self._weights()  # raises if the number of copies does not fit
 
     def forward(self, x: Float[Tensor, "N ..."]) -> Tensor:
-        """Return the mean output (N, ..., C) over the copies."""
+        """Return outputs (N, ..., C), the means over the copies."""
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"LearnedAugmentation transforms tensors (N, ...), not {type(x).__name__}. Wrap "
@@ -89,7 +89,7 @@ class LearnedAugmentation(nn.Module):
             )
         N, S = len(x), self.copies
         rows, weights = self.transformed(x).flatten(0, 1), self._weights()
-        if weights is None:  # the curvature finds out by itself that the copies are one example's
+        if weights is None:  # the curvature pass detects that copies belong to one example
             return self.model(rows).unflatten(0, (N, S)).mean(1)
         index = torch.arange(N, device=x.device).repeat_interleave(S)
         with examples_of_rows(index, N, by_roots=False, weights=weights.repeat(N)):
@@ -119,9 +119,9 @@ class LearnedAugmentation(nn.Module):
         return torch.stack(weights).prod(0) if weights else None
 
     def _numbers(self, N: int, k: int, like: Tensor, start: int) -> Float[Tensor, "M k"]:
-        """Return numbers in [-1, 1] for each copy, one in each S-th of the interval, shuffled.
+        """Return numbers in [-1, 1] for each copy, one in each of S equal parts, shuffled.
 
-        ``start`` is the number of ranges before: each transform has other orders.
+        ``start``, the number of earlier ranges, gives each transform another order.
         """
         S = self.copies
         if self.training:
@@ -134,6 +134,6 @@ class LearnedAugmentation(nn.Module):
         return (2 * (order + place) / S - 1).flatten(0, 1).to(like)
 
     def extra_repr(self) -> str:
-        """Return the transforms and the present ranges."""
+        """Return the number of copies and the current ranges."""
         ranges = zip(self.names, self.ranges.tolist(), strict=True)
         return f"{self.copies} copies, " + ", ".join(f"{name} {eta:.3g}" for name, eta in ranges)

@@ -27,21 +27,21 @@ def evidence_gradient(
     likelihood: Likelihood | None = None,
     outputs: list[tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[list[Tensor]]:
-    """Return the gradient of the evidence in tensors on which inputs or the likelihood depend.
+    """Yield gradients of the evidence (nats) in tensors on which inputs or the likelihood depend.
 
     θ, δ, σ and T are fixed; see `kfac_backend.factor_gradients` for other fixed quantities. The
-    factors are those of the fit, even if the tensors change between two parts.
+    gradients use the factors of the fit, even if the tensors change between two parts.
 
     Args:
         posterior: a fitted posterior.
-        parts: batches of all the training data, or of a random part of it; several parts in
-            sequence give several gradients.
+        parts: parts, each an iterable of batches: all training data, or a random part of it. Each
+            part gives one gradient per tensor.
         tensors: leaf tensors, such as buffers.
-        options: options of the pass; by default those of the posterior.
-        of_loss: weight of the loss; −1/(σ²T) by default, 0 is −½ log det alone.
-        likelihood: the posterior's with ``tensors`` as parameters, see
-            `Likelihood.with_parameters`; by default the posterior's.
-        outputs: list that gets the outputs and targets of this rank's data, on the CPU.
+        options: options of the pass; None uses the options of the posterior.
+        of_loss: weight of the loss. None is −1/(σ²T). 0 gives the gradient of −½ log det alone.
+        likelihood: likelihood of the posterior with ``tensors`` as its parameters, see
+            `Likelihood.with_parameters`. None uses the likelihood of the posterior.
+        outputs: list to which the outputs and targets of this rank's data are added, on the CPU.
     """
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
     of_factors = derivatives_in_factors(
@@ -50,7 +50,7 @@ def evidence_gradient(
     if likelihood is not None:
         factors = replace(factors, likelihood=likelihood)
     of_loss = -1 / (float(sigma) ** 2 * T) if of_loss is None else of_loss
-    with eval_mode(posterior.model):  # as in the fit: a pass looks at the modes when it is made
+    with eval_mode(posterior.model):  # as in the fit: a pass checks the modes when it is created
         derivatives = FactorDerivatives(
             factors, posterior.model, tensors, of_factors, of_loss, options or posterior.options,
             process_group=posterior.ranks.process_group, outputs=outputs,
@@ -66,14 +66,14 @@ STEPS = 2
 EXAMPLES = 50
 """Minimum number of examples for the gradient of a step."""
 SMALLEST = 0.01
-"""Smallest range as a share of the largest. At zero the evidence of a symmetric range is flat, so a
-range that reached zero in an untrained network could not grow again."""
+"""Smallest range as a share of the largest. At zero the derivative of the evidence vanishes for a
+symmetric range, so a range that reaches zero in an untrained network would stay there."""
 LR = 0.1
 """Adam's step size, as a share of the largest range."""
 
 
 def ranges_of(model: nn.Module) -> dict[str, float]:
-    """Return name -> η of all augmentations in a network."""
+    """Return name of a range -> η, for all augmentations in a network."""
     return {
         name: value
         for module in model.modules()
@@ -83,7 +83,7 @@ def ranges_of(model: nn.Module) -> dict[str, float]:
 
 
 def set_ranges(model: nn.Module, ranges: Mapping[str, float]) -> None:
-    """Set a network's augmentation ranges to those of another network, see `ranges_of`."""
+    """Set the ranges of all augmentations in a network to a result of `ranges_of`."""
     for module in model.modules():
         if isinstance(module, LearnedAugmentation):
             values = [ranges[name] for name in module.names]
@@ -91,10 +91,10 @@ def set_ranges(model: nn.Module, ranges: Mapping[str, float]) -> None:
 
 
 class RangeLearner:
-    """Makes Adam steps on the evidence, with ranges as shares of the largest.
+    """Learns ranges by Adam steps on the evidence, in shares of the largest range.
 
     Args:
-        modules: the augmentations, whose ranges are changed in place.
+        modules: the augmentations. `learn` changes their ranges in place.
     """
 
     def __init__(self, modules: Sequence[LearnedAugmentation]) -> None:
@@ -103,7 +103,7 @@ class RangeLearner:
         self._adam = torch.optim.Adam(self._shares, lr=LR)
 
     def learn(self, posterior: Posterior, data: Iterable[Any], num_data: int) -> None:
-        """Make some steps with a fitted posterior's factors, each on other batches of the data.
+        """Make `STEPS` steps with the factors of a posterior, each on other batches of the data.
 
         Args:
             posterior: a posterior, fitted to the training data.
@@ -111,7 +111,7 @@ class RangeLearner:
             num_data: N.
         """
         parts = _random_parts(data, EXAMPLES / num_data)
-        # One draw for each example instead of a vector for each output: as unbiased, and cheaper.
+        # Use one random vector per example instead of all C vectors: also unbiased, but cheaper.
         options = posterior.options
         if options.fisher == "exact":
             options = options.replace(fisher="random_signs", mc_samples=1)
@@ -127,16 +127,16 @@ class RangeLearner:
                     module.ranges.copy_(share.clamp_(SMALLEST, 1.0) * module.largest.to(share))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return Adam's state; the network's state has the ranges."""
+        """Return the state of Adam. The state of the network has the ranges."""
         return self._adam.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a result of `state_dict`, at the network's present ranges."""
+        """Load a result of `state_dict`, at the current ranges of the network."""
         self._adam.load_state_dict(state)
 
 
 def _random_parts(data: Iterable[Any], share: float) -> Iterator[list[Any]]:
-    """Yield parts of the data for `STEPS` steps, each of random batches, at least one.
+    """Yield a part for each of `STEPS` steps, with at least one random batch.
 
     The data is read once, and only up to the last batch that is needed.
     """

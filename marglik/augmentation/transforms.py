@@ -1,8 +1,8 @@
 """Random transforms of inputs, differentiable in their ranges.
 
-A transform maps inputs (M, ...), its ranges η (K,) and numbers u (M, k) in [-1, 1] to inputs (M,
-...). A range of zero does not change the input. With range η, the transform is drawn between −η and
-η. The matrix exponential of affine transforms is from Benton et al. 2020 (arXiv:2010.11882).
+A transform maps inputs (M, ...), its ranges η (K,) and random numbers u (M, k) in [-1, 1] to inputs
+(M, ...). A range η gives changes between −η and η. A range of zero does not change the input. The
+matrix exponential of affine transforms is from Benton et al. 2020 (arXiv:2010.11882).
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Transform(ABC):
-    """A random transform with K ranges. Derive your own transform from it.
+    """A random transform with K ranges. Derive your own transforms from this class.
 
     Args:
         names: ranges to use, from the keys of ``limits``; all by default.
@@ -26,7 +26,7 @@ class Transform(ABC):
     """
 
     limits: ClassVar[dict[str, float]]
-    """Name of each range -> its largest value. Learning starts at the share `START` of it."""
+    """Name of a range -> its largest value. Learning starts at the share `START` of this value."""
 
     def __init__(self, *names: str) -> None:
         unknown = [name for name in names if name not in self.limits]
@@ -36,15 +36,15 @@ class Transform(ABC):
                 f"{', '.join(map(repr, self.limits))}."
             )
         self.names = names or tuple(self.limits)
-        """The names of its ranges."""
+        """Names of the ranges of this transform."""
 
     @property
     def largest(self) -> list[float]:
-        """The largest value of each range."""
+        """Largest value of each range."""
         return [self.limits[name] for name in self.names]
 
     def numbers(self, x: Tensor) -> int:
-        """Return k, the number of random numbers per row of x; by default one for each range."""
+        """Return k, the number of random numbers per row of x; by default one per range."""
         return len(self.names)
 
     def weights(self, eta: Float[Tensor, " K"], copies: int) -> Tensor | None:
@@ -55,24 +55,24 @@ class Transform(ABC):
     def __call__(
         self, x: Float[Tensor, "M ..."], eta: Float[Tensor, " K"], u: Float[Tensor, "M k"]
     ) -> Float[Tensor, "M ..."]:
-        """Transform each row of x by its own numbers."""
+        """Transform each row of x by its own random numbers."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.names))})"
 
 
 class Affine(Transform):
-    """Shifts, rotates, scales and shears images (M, C, H, W); new pixels repeat the border.
+    """Shifts, rotates, scales and shears images (M, C, H, W). New pixels repeat the border.
 
-    x' = exp(Σ_k u_k η_k G_k) x in coordinates from -1 to 1. Ranges: shifts in halves of the image,
-    angles in radians, scales and shears as logarithms.
+    x' = exp(Σ_k u_k η_k G_k) x in coordinates from -1 to 1. The units of the ranges are half images
+    for shifts, radians for angles, and logarithms for scales and shears.
     """
 
     limits = {
         "move x": 1.0, "move y": 1.0, "rotate": math.pi, "scale x": 1.0, "scale y": 1.0,
         "shear": 1.0,
     }  # fmt: skip
-    _entries = {  # of the generator, a matrix (3, 3): (row, column, value)
+    _entries = {  # (row, column, value) in the generator, a matrix (3, 3)
         "move x": [(0, 2, 1.0)],
         "move y": [(1, 2, 1.0)],
         "rotate": [(0, 1, -1.0), (1, 0, 1.0)],
@@ -95,7 +95,7 @@ class Affine(Transform):
 
 
 class TimeShift(Transform):
-    """Shifts and stretches signals (M, C, L); a shift of 1 is half of the length."""
+    """Shifts and stretches signals (M, C, L). A shift of 1 is half of the length."""
 
     limits = {"shift": 1.0, "stretch": 1.0}
 
@@ -114,10 +114,10 @@ class TimeShift(Transform):
 
 
 class Color(Transform):
-    """Changes the colours of images (M, 3, H, W), or brightness and contrast with other channels.
+    """Changes the colours of images (M, 3, H, W), or only brightness and contrast (M, C, H, W).
 
-    Brightness is added. Contrast and saturation multiply the distance from the image's mean and
-    from grey; their ranges are logarithms. Hue rotates colours around grey, in radians.
+    Brightness is added. Contrast multiplies distances from the mean of the image, and saturation
+    distances from grey. Their ranges are logarithms. Hue rotates colours around grey, in radians.
     """
 
     limits = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": math.pi}
@@ -139,7 +139,7 @@ class Color(Transform):
         if "saturation" in changes or "hue" in changes:
             grey = x.mean(1, keepdim=True)
             chroma = x - grey
-            if "hue" in changes:  # a rotation about (1, 1, 1), in whose plane the chroma lies
+            if "hue" in changes:  # rotate about (1, 1, 1), which is orthogonal to the chroma
                 across = (chroma.roll(1, 1) - chroma.roll(-1, 1)) / math.sqrt(3)
                 chroma = chroma * changes["hue"].cos() + across * changes["hue"].sin()
             if "saturation" in changes:
@@ -149,10 +149,10 @@ class Color(Transform):
 
 
 class Flip(Transform):
-    """Mirrors every second copy of images; the range is the weight p of the mirrored copies.
+    """Mirrors every second copy of an image. The range is the weight p of the mirrored copies.
 
-    In the mean over copies the mirrored copies have weight p and the others 1 − p. Unlike a random
-    draw, this is differentiable. p = 1/2 is the usual flip.
+    In the mean over copies, mirrored copies have weight p and other copies 1 − p. Unlike a random
+    flip, this is differentiable. p = 1/2 is the usual flip.
     """
 
     limits = {"flip": 0.5}
@@ -162,7 +162,7 @@ class Flip(Transform):
         return 0
 
     def weights(self, eta: Tensor, copies: int) -> Tensor:
-        """Return 2(1 − p) and 2p in turn."""
+        """Return weights (S,) that alternate between 2(1 − p) and 2p."""
         if copies % 2:
             raise ValueError(f"Flip needs an even number of copies, not {copies}.")
         return torch.stack([2 - 2 * eta[0], 2 * eta[0]]).repeat(copies // 2)
@@ -174,7 +174,7 @@ class Flip(Transform):
 
 
 class Noise(Transform):
-    """Adds η times a number of variance 1 to each feature of inputs (M, ...)."""
+    """Adds η times a random number of variance 1 to each feature of inputs (M, ...)."""
 
     limits = {"noise": 1.0}
 

@@ -19,16 +19,16 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "g
 
 
 class MLP(nn.Module):
-    """Logits of a fully connected network on the flattened input.
+    """Fully connected network on the flattened input, which returns logits.
 
     Args:
-        in_features: numbers in one example: channels × height × width for images.
+        in_features: number of features of an example; channels × height × width for images.
         hidden: widths of the hidden layers, from the first to the last; empty for a linear model.
-        num_classes: C, the number of classes, or of outputs.
+        num_classes: number C of classes or outputs.
         activation: nonlinearity after each hidden layer.
 
     Raises:
-        ValueError: if a width is below 1, or ``activation`` is unknown.
+        ValueError: a width is missing or below 1, or ``activation`` is unknown.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers, last)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits (N, C) of examples (N, ...) with in_features numbers each."""
+        """Return the logits (N, C) of examples (N, ...) with in_features features each."""
         return self.layers(x)
 
 
 class Standardised(nn.Module):
-    """A network on standardised columns, f((x − mean) / std), for unscaled inputs (N, d).
+    """Network that standardises its inputs (N, d): it returns f((x − mean) / std).
 
     Args:
-        model: f.
-        mean: d means of the training split.
-        std: d standard deviations of the training split; 1 for a constant column.
+        model: the network f.
+        mean: means (d,) of the columns of the training split.
+        std: standard deviations (d,) of these columns; 1 for a constant column.
     """
 
     mean: Tensor
@@ -87,22 +87,22 @@ class Standardised(nn.Module):
 
 
 class LeNet(nn.Module):
-    """Logits of LeNet-5 with ReLU and maximum pooling.
+    """LeNet-5 with ReLU and maximum pooling, which returns logits.
 
-    A small network for small images: it trains in seconds on a CPU. Unlike in the original, both
-    5×5 convolutions are padded to keep the resolution, so that 8×8 digits work as well as 28×28
-    and 32×32 images.
+    It is a small network for small images, and trains in seconds on a CPU. Unlike in the original,
+    both 5×5 convolutions are padded to keep the resolution. The network therefore supports 8×8
+    digits as well as 28×28 and 32×32 images.
 
     Source: LeCun, Bottou, Bengio & Haffner 1998, "Gradient-Based Learning Applied to Document
     Recognition".
 
     Args:
-        num_classes: C, the number of classes.
-        in_channels: channels of the images: 1 for greyscale, 3 for colour.
+        num_classes: number C of classes.
+        in_channels: number of channels of the images: 1 for greyscale, 3 for colour.
         image_size: height and width of the images in pixels, at least 4.
 
     Raises:
-        ValueError: if ``image_size`` is below 4, or another argument below 1.
+        ValueError: ``image_size`` is below 4, or an argument is missing or below 1.
     """
 
     def __init__(

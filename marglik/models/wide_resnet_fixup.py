@@ -13,17 +13,17 @@ class FixupBlock(nn.Module):
     """Pre-activation residual block of two 3×3 convolutions, zero at initialisation.
 
     With h = ReLU(bias1(x)), the block returns ``shortcut + bias4(scale(conv2(bias3(ReLU(bias2(
-    conv1(h)))))))``. The shortcut is x itself where the number of channels stays, and a 1×1
-    convolution of h where it changes.
+    conv1(h)))))))``. The shortcut is x itself, or a 1×1 convolution of h if the number of channels
+    or the resolution changes.
 
     Source: Zhang, Dauphin & Ma 2019, "Fixup Initialization" (rules 1 to 3), in the pre-activation
     order of Zagoruyko & Komodakis 2016.
 
     Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
+        in_channels: number of channels of the input.
+        out_channels: number of channels of the output.
         stride: stride of ``conv1`` and of the shortcut.
-        num_blocks: L, the number of residual blocks in the whole network.
+        num_blocks: number L of residual blocks in the whole network.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, num_blocks: int) -> None:
@@ -40,47 +40,47 @@ class FixupBlock(nn.Module):
             if in_channels != out_channels or stride != 1
             else None
         )
-        # L^(-1/(2m-2)) with m = 2 layers in a branch: updates of the L branches add up to O(1).
+        # Scale by L^(-1/(2m-2)), m = 2 layers in a branch: updates of L branches sum to O(1).
         nn.init.normal_(self.conv1.weight, std=_he_std(self.conv1) * num_blocks**-0.5)
-        # Zero, so that each block is its shortcut at first and gradients keep their size.
+        # Start at zero, so that each block is its shortcut and gradients keep their size.
         nn.init.zeros_(self.conv2.weight)
         if self.shortcut is not None:
             nn.init.normal_(self.shortcut.weight, std=_he_std(self.shortcut))
 
     def residual(self, activated: Tensor) -> Tensor:
-        """Return the residual branch of h = ReLU(bias1(x)): (N, C, H, W) to (N, C', H', W')."""
+        """Return the residual branch (N, C', H', W') of h = ReLU(bias1(x)), (N, C, H, W)."""
         hidden = self.bias3(relu(self.bias2(self.conv1(activated))))
         return self.bias4(self.scale(self.conv2(hidden)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return shortcut + residual branch: (N, C, H, W) to (N, C', H', W')."""
+        """Return shortcut + residual branch, (N, C', H', W'), of inputs (N, C, H, W)."""
         activated = relu(self.bias1(x))
         shortcut = x if self.shortcut is None else self.shortcut(activated)
         return shortcut + self.residual(activated)
 
 
 class WideResNetFixup(nn.Module):
-    """Logits of a wide residual network with Fixup instead of batch normalisation.
+    """Wide residual network with Fixup instead of batch normalisation, which returns logits.
 
-    Batch normalisation makes the loss of an example depend on the other examples of its batch, so
-    that the curvature is not a sum over examples. Fixup makes networks of this depth trainable
-    without it. WRN-16-4 for ten classes has 2,745,306 parameters in 50 tensors. At initialisation
-    all logits are zero.
+    Batch normalisation makes the loss of an example depend on other examples of its batch. The
+    curvature is then not a sum over examples. Fixup makes networks of this depth trainable without
+    batch normalisation. WRN-16-4 for ten classes has 2,745,306 parameters in 50 tensors. At
+    initialisation all logits are zero.
 
     Sources: Zagoruyko & Komodakis 2016, "Wide Residual Networks"; Zhang, Dauphin & Ma 2019, "Fixup
     Initialization: Residual Learning Without Normalization". With k×k kernels and L blocks:
-    conv1 ~ N(0, 2/(k² C_out) / L), shortcut ~ N(0, 2/(k² C_out)), conv2 = 0, fc = 0; the first
-    convolution keeps PyTorch's default, as in Daxberger et al. 2021.
+    conv1 ~ N(0, 2/(k² C_out) / L), shortcut ~ N(0, 2/(k² C_out)), conv2 = 0, fc = 0. The first
+    convolution has PyTorch's default initialisation, as in Daxberger et al. 2021.
 
     Args:
         depth: number of layers, 6 n + 4 for n blocks in each of the three stages (10, 16, 22, 28,
             40, ...).
-        widen_factor: width of the stages: 16, 32 and 64 channels times this factor.
-        num_classes: C, the number of classes.
-        in_channels: channels of the images.
+        widen_factor: factor on the number of channels of the stages, which are 16, 32 and 64.
+        num_classes: number C of classes.
+        in_channels: number of channels of the images.
 
     Raises:
-        ValueError: if ``depth`` is not 6 n + 4, or another argument is below 1.
+        ValueError: ``depth`` is not 6 n + 4, or another argument is below 1.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WideResNetFixup(nn.Module):
         self.stage3 = _stage(widths[2], widths[3], n, stride=2)
         self.bias_out = Bias()
         self.fc = nn.Linear(widths[3], num_classes)
-        # Logits of zero: the first loss is log C for any depth.
+        # Start with zero logits, so that the first loss is log C for any depth.
         nn.init.zeros_(self.fc.weight)
         nn.init.zeros_(self.fc.bias)
 
@@ -122,7 +122,7 @@ class WideResNetFixup(nn.Module):
 
 
 def _stage(in_channels: int, out_channels: int, n: int, stride: int) -> nn.Sequential:
-    """Return one stage of n blocks; the first changes the channels and the resolution."""
+    """Return a stage of n blocks. The first block changes the channels and the resolution."""
     first = FixupBlock(in_channels, out_channels, stride, num_blocks=3 * n)
     others = [FixupBlock(out_channels, out_channels, 1, num_blocks=3 * n) for _ in range(n - 1)]
     return nn.Sequential(first, *others)

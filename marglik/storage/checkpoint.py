@@ -1,8 +1,8 @@
-"""Checkpoint of a run, from which another process can continue: one file with its checksum.
+"""Write and read the checkpoint of a run, one file from which another process can continue.
 
-torch's restricted loader (``weights_only``) reads it, which runs no code. The file ends with the
-SHA-256 sum of its content. It is replaced in one step. If the process is killed at any time, there
-is one complete state.
+The restricted loader of torch (``weights_only``) reads the file without running code. The file ends
+with the SHA-256 sum of its content. It is replaced in one step, so a process that is killed at any
+time leaves one complete state.
 """
 
 import hashlib
@@ -19,24 +19,24 @@ from kfac_backend.ranks import Ranks
 
 STATE = "state.pt"
 MINUTES = 1.0
-"""Minimum time between two states, unless one is required."""
+"""Minimum time between two states in minutes, unless a state is required."""
 SIZE_OF_SUM = hashlib.sha256().digest_size
 REMEDY = "Start again with --overwrite instead of --resume."
 
 
 class Checkpoints:
-    """The latest state of a run, in a folder: rank 0 writes it, all ranks read it.
+    """The latest state of a run in a folder. Rank 0 writes it, and all ranks read it.
 
     A state consists of nested dicts, lists and tuples of plain data and tensors. The caller calls
-    `is_due` and `save`, and in a later process `exists` and `load`. Each is collective, and rank 0
-    decides. Clocks differ between ranks, and so may their views of a shared file system. If ranks
-    disagreed, they would wait for each other.
+    `is_due` and `save`, and in a later process `exists` and `load`. Each call is collective, and
+    rank 0 decides: clocks, and views of a shared file system, may differ between ranks. If ranks
+    decided differently, they would wait for each other.
 
     Args:
-        folder: folder of the state; created with the first one.
-        minutes: minimum time between two states; with 0 one is always due. By default `MINUTES`.
-        run: identity of the run, plain data; the state of another run raises an error.
-        ranks: ranks of the run; `OnlineTraining` sets its own.
+        folder: folder of the state, which is created with the first state.
+        minutes: minimum time between two states; with 0 a state is always due. None is `MINUTES`.
+        run: identity of the run, as plain data. The state of another run raises an error.
+        ranks: ranks of the run; `OnlineTraining` sets its own ranks.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Checkpoints:
         return self.ranks.gather(exists)[0]
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace the state; raise an UnpicklingError if it could not be read again."""
+        """Replace the state, or raise an UnpicklingError if it could not be read again."""
         if self.ranks.rank > 0:
             return
         stream = io.BytesIO()
         torch.save({"run": json.dumps(self.run), "state": state}, stream)
-        # torch writes any object, but reads only plain ones back. An error now is better than after
-        # a kill.
+        # torch writes any object, but reads back only plain data. Find an error now, because later
+        # the state would be lost.
         stream.seek(0)
         torch.load(stream, map_location="meta", weights_only=True)
         content = stream.getvalue()
@@ -78,7 +78,7 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def load(self) -> dict[str, Any]:
-        """Return the state, with its tensors on the CPU; ``load_state_dict`` moves them.
+        """Return the state with its tensors on the CPU, from which ``load_state_dict`` moves them.
 
         Raises:
             FileNotFoundError: there is no state.
@@ -107,9 +107,9 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
     Args:
         here: identity of the requested run, as plain data.
         there: identity of the run in the folder.
-        folder: for the error.
+        folder: the folder, for the error.
     """
-    # Compare both as read from a file, where tuples are lists.
+    # Convert both as a file would, in which tuples are lists.
     ours, theirs = (leaves(json.loads(json.dumps(one))) for one in (here, there))
     for name in ours | theirs:
         our_value, their_value = (run.get(name, "nothing") for run in (ours, theirs))
@@ -122,7 +122,7 @@ def check_same_run(here: dict[str, Any], there: dict[str, Any], folder: Path) ->
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as a flat one with dotted names; lists and empty dicts are values."""
+    """Return nested dicts as one dict with dotted names. Lists and empty dicts are values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

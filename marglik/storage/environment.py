@@ -1,4 +1,4 @@
-"""Device, threads and versions, which affect the numbers."""
+"""Record device, number of threads and versions, which affect results."""
 
 import platform
 from importlib.metadata import distributions, version
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def environment(device: "torch.device") -> dict[str, Any]:
-    """Return device, number of threads and versions, which affect the numbers."""
+    """Return device, number of threads and versions, which affect results."""
     import torch  # imported here, because marglik --help does not need it
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -22,6 +22,6 @@ def environment(device: "torch.device") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of installed packages that affect results, by package."""
+    """Return package -> version for installed packages that affect results."""
     packages = ("marglik", "torch", "torchvision", "laplace-torch", "lightning")
     return {package: version(package) for package in packages if any(distributions(name=package))}

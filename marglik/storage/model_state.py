@@ -16,13 +16,13 @@ PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
 
 
 def tensors_of_others(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the parameters in a network's state dict that are not among ``names``; not copied.
+    """Return the parameters in the state dict of a network without ``names``, not copied.
 
-    With the names of the trainable parameters, this is the frozen base, for example of LoRA.
+    For the names of the trainable parameters, the result is the frozen base, for example of LoRA.
     """
     named = dict(model.named_parameters())
     left_out = {id(named[name]) for name in names if name in named}
-    everything = model.state_dict(keep_vars=True).items()  # tied ones under each of their names
+    everything = model.state_dict(keep_vars=True).items()  # tied parameters have several names
     return {
         name: p for name, p in everything if isinstance(p, nn.Parameter) and id(p) not in left_out
     }
@@ -31,8 +31,8 @@ def tensors_of_others(model: nn.Module, names: Iterable[str]) -> dict[str, Tenso
 def names_replaced(model: nn.Module) -> set[str]:
     """Return names of parameters that never run, because peft runs a trained copy instead.
 
-    An example is the original head of a classifier (``modules_to_save``), which is initialised at
-    random. Networks with the same adapters on the same base differ in it, but predict the same.
+    An example is the original head of a classifier (``modules_to_save``), which has random initial
+    values. Networks with the same base and adapters differ in these values, but predict the same.
     """
     replaced: set[str] = set()
     for prefix, module in model.named_modules():
@@ -71,8 +71,7 @@ def check_state(
 ) -> None:
     """Raise a ValueError that names the first tensor of a state that does not fit a network.
 
-    With ``casts``, another precision of the same kind of numbers also fits, because
-    ``load_state_dict`` rounds without a warning.
+    With ``casts``, tensors of another precision fit, too, because ``load_state_dict`` casts them.
     """
     own, kind = model.state_dict(), type(model).__name__
     for name in own | state:
@@ -101,20 +100,20 @@ def _described(tensor: Tensor | None, casts: bool) -> str:
 
 
 def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
-    """Load a checkpoint's parameters into a network.
+    """Load the parameters of a checkpoint into a network.
 
     It reads .safetensors files, and files of torch.save with the restricted loader
     (``weights_only``), which runs no code. The state dict may be at the top or under "state_dict",
-    "model_state_dict" or "model". If no name fits, prefixes that wrappers add to all names are
-    removed ("module.", "_orig_mod.", "model.", "net.").
+    "model_state_dict" or "model". If no name fits, it removes prefixes that wrappers add to all
+    names ("module.", "_orig_mod.", "model.", "net.").
 
     Returns:
         A note on changed names and dtypes, or None.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged, contains more than tensors, or fits another network; or a
-            tensor is sparse or has another kind of number than the network's.
+        ValueError: the file is damaged, contains other objects than tensors, or belongs to another
+            network; or a tensor is sparse or has another kind of number than in the network.
     """
     path = Path(path)
     if not path.is_file():
@@ -129,10 +128,10 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
         prefixes += prefix
     if {"mean", "std"} <= state.keys() - own.keys():
         raise ValueError(
-            f"{path} belongs to a network in a marglik.models.Standardised, which marglik train "
-            "puts around the network of a table. Pass Standardised as --model, with the network "
-            "as its model, and with mean and std from the model in the run's posterior.json. Or "
-            "evaluate the run's own posterior (marglik evaluate)."
+            f"{path} belongs to a network within a marglik.models.Standardised, which marglik "
+            "train adds to the network of a table. Pass Standardised as --model, with the network "
+            "as its model, and mean and std of the model in posterior.json of the run. Or evaluate "
+            "the posterior of the run (marglik evaluate)."
         )
     check_state(model, state, str(path), casts=True)
     notes = [f"the prefix {prefixes!r} was removed from all names"] if prefixes else []

@@ -1,6 +1,6 @@
 """Records: JSON files with the SHA-256 sums of their own content and of other files in the folder.
 
-A record is written after these files, in one step: if it exists, they are complete.
+A record is written after these files, in one step. If it exists, the files are complete.
 """
 
 import json
@@ -11,34 +11,34 @@ from typing import Any
 from kfac_backend.atomic_files import file_sum, parse_json, sha256, write_file
 
 POSTERIOR, FACTORS = "posterior.json", "posterior.safetensors"
-"""Hyperparameters and the specification of the network; the curvature's Kronecker factors."""
+"""Hyperparameters with the specification of the network, and the factors of the curvature."""
 FINGERPRINTS = "fingerprints.safetensors"
 """A number of 64 bits for each example of the fit, see `marglik.posterior.fingerprints`."""
 MODEL = "model.safetensors"
-"""The network's parameters and buffers."""
+"""Parameters and buffers of the network."""
 ENSEMBLE, MEMBERS = "ensemble.json", "ensemble.safetensors"
-"""Common data of an ensemble's members, and their parameters and buffers."""
+"""Data that the members of an ensemble share, and their parameters and buffers."""
 
 
 def write_json(path: Path, content: Any) -> str:
-    """Write a JSON file atomically; return its SHA-256 sum."""
+    """Write a JSON file atomically, and return its SHA-256 sum."""
     return write_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def write_record(path: Path, record: dict[str, Any], sums: Mapping[str, str] | None = None) -> str:
-    """Write a record with its own sum and the sums of its files, by name; return the file's sum."""
-    # Write the data as it is read back: tuples become lists.
+    """Write a record with its own sum and ``sums`` (file name -> sum); return the file's sum."""
+    # Sum the data in the form in which it is read back: tuples become lists.
     record = json.loads(json.dumps({"format": format_of(path)} | record))
     files = dict(sums or {})
     return write_json(path, record | {"sha256": files | {path.name: _sum_of(record, files)}})
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the content of a record after verifying it and its files; {} if there is none.
+    """Return the content of a record after verifying it and its files; {} if there is no record.
 
     Raises:
-        ValueError: another program wrote the file, it is damaged, or a file that it names is
-            missing.
+        ValueError: another program wrote the file, or the record or a file that it names is damaged
+            or missing.
     """
     if not path.is_file():
         return {}
@@ -57,7 +57,7 @@ def read_record(path: Path) -> dict[str, Any]:
         )
     for name, expected in sums.items():
         file = path.parent / name
-        # Only files in the same folder may be read, because the record may come from elsewhere.
+        # Read only files in the same folder, because the record may come from elsewhere.
         if Path(name).name != name or not file.is_file() or file_sum(file) != expected:
             raise ValueError(
                 f"{file} is missing or does not belong to {path.name}: it was truncated or "
@@ -72,7 +72,7 @@ def format_of(path: Path) -> str:
 
 
 def _sum_of(record: dict[str, Any], sums: dict[str, str]) -> str:
-    """Return the SHA-256 sum of a record with its files' sums, but without its own."""
+    """Return the SHA-256 sum of a record that includes the sums of its files."""
     return sha256(json.dumps([record, sums]).encode())
 
 

@@ -1,7 +1,7 @@
-"""Charts of the page: figures of plotly.js as plain data, each with its data as a table.
+"""Create the charts of the page: figures of plotly.js as plain data, each with a table of its data.
 
-Fonts, axes and legends are in the template of page.js. Colours are those of the light theme; in the
-dark one the page's style sheet inverts the charts.
+page.js has the template of fonts, axes and legends. The colours are for the light theme. The style
+sheet of the page inverts the charts for the dark theme.
 """
 
 import json
@@ -19,9 +19,9 @@ from marglik.prediction.intervals import share_interval
 from marglik.prediction.metric_types import METRICS, Coverage, Curve
 from marglik.prediction.verdict import MEASURES
 
-# Okabe & Ito 2008 ("Color Universal Design"), whose hues stay apart for colour-blind readers;
-# lightness is changed for a contrast of 3:1 (WCAG 2.2, 1.4.11) with the background, also when
-# inverted. Depth is shown by the part of Plasma that has it.
+# Colour-blind readers can distinguish the hues, from Okabe & Ito 2008 ("Color Universal Design").
+# Their lightness was changed for a contrast of 3:1 (WCAG 2.2, 1.4.11) with the background, also
+# when inverted. DEPTH is the part of the colour map Plasma with this contrast.
 SERIES = ("#0072b2", "#c24e00", "#007a5a", "#a3497c", "#8a6100", "#3d4450")
 DEPTH = ("#0d0887", "#41049d", "#6a00a8", "#8f0da4", "#b12a90", "#cc4778", "#dc5e66")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star-triangle-down")
@@ -29,9 +29,9 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 MUTED = "#6b7280"
 
 HEIGHT, TALL = 340, 500
-"""In pixels."""
+"""Heights of charts in pixels."""
 MOST_COLUMNS = 21
-"""Most columns of a chart's table: of a longer curve it has points that are evenly spaced."""
+"""Maximum number of columns in the table of a chart. Longer curves have evenly spaced points."""
 
 Trace = dict[str, Any]
 Show = Callable[[float | None], str]
@@ -39,29 +39,29 @@ Show = Callable[[float | None], str]
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its data as a table, for readers who cannot see it."""
+    """A chart, with its data as a table for readers who cannot see the chart."""
 
     title: str
     traces: Sequence[Trace]
-    """As plotly.js takes them. "customdata" are notes, small print in the table."""
+    """Traces of plotly.js. "customdata" are notes, the small text in the table."""
     layout: Mapping[str, Any]
     table: Table
     wide: bool = False
-    """Whether it is as wide as the page, or half as wide."""
+    """Whether the chart is as wide as the page, instead of half as wide."""
 
     @property
     def description(self) -> str:
-        """Accessible name, which describes the content."""
+        """Accessible name of the chart, which describes its content."""
         x, y = (self.layout[axis]["title"]["text"] for axis in ("xaxis", "yaxis"))
         headers = ", ".join(row.header for row in self.table.rows[:12])
         return f"{self.title}: {y} over {x}, of {headers}."
 
     @property
     def json(self) -> str:
-        """The argument of Plotly.newPlot, safe in HTML; NaN, which JSON lacks, becomes a gap.
+        """Argument of Plotly.newPlot, safe in HTML. NaN, which JSON lacks, becomes a gap.
 
-        Plotly reads a small HTML (<b>, <a href>) in all its texts, so names are escaped here; it
-        reads %{...} in hover templates, in which no name may stand.
+        Plotly interprets some HTML (<b>, <a href>) in all texts, so names are escaped here. It
+        interprets %{...} in hover templates, so these must not contain names.
         """
         named = [trace | {"name": escape(trace["name"], quote=False)} for trace in self.traces]
         figure = _without_nan({"data": named, "layout": self.layout})
@@ -89,19 +89,19 @@ def _chart(
     """Return a chart and its table, with a row for each trace that has hover text.
 
     Args:
-        title: of the chart.
-        traces: what it draws.
+        title: title of the chart.
+        traces: traces to draw.
         axes: titles of the x and y axes.
-        keys: what to call each point in the table; by default its x.
-        show: the text of a value.
-        wide: whether it is as wide as the page.
-        layout: as Plotly has it.
+        keys: names of the points in the table; by default their x.
+        show: function that returns a value as text.
+        wide: whether the chart is as wide as the page.
+        layout: options of Plotly's layout.
     """
     for axis, text in zip(("xaxis", "yaxis"), axes, strict=True):
         layout[axis] = {"title": {"text": text}} | layout.get(axis, {})
     layout = {"height": HEIGHT, "hovermode": "closest", "showlegend": len(traces) > 1} | layout
 
-    # The table: a row for each curve, a column for each place; long curves at some places only.
+    # The table has a row for each curve and a column for each x, for long curves only for some x.
     listed = [trace for trace in traces if trace.get("hoverinfo") != "skip"]
     places = [*range(len(keys))] or sorted({at for trace in listed for at in trace["x"]})
     if not keys and len(places) > MOST_COLUMNS:
@@ -109,7 +109,7 @@ def _chart(
         places = [places[round(i * last / (MOST_COLUMNS - 1))] for i in range(MOST_COLUMNS)]
     rows = []
     for trace in listed:
-        # Curves may have different places: a cell without a value is a dash.
+        # Curves may have different x. A cell without a value is a dash.
         notes = trace.get("customdata") or [""] * len(trace["y"])
         xs = range(len(keys)) if keys else trace["x"]
         cells = {at: (show(v), note) for at, v, note in zip(xs, trace["y"], notes, strict=True)}
@@ -131,7 +131,7 @@ def _curve(
     size: Any = 6,
     **more: Any,
 ) -> Trace:
-    """Return a curve in its style's colour; symbols distinguish curves if colours repeat."""
+    """Return a curve with the colour and symbol of a style. There are more symbols than colours."""
     color, symbol = color or SERIES[style % len(SERIES)], SYMBOLS[style % len(SYMBOLS)]
     return {
         "type": "scatter",
@@ -146,19 +146,19 @@ def _curve(
 
 
 def _diagonal(name: str) -> Trace:
-    """Return a dashed reference, without hover text."""
+    """Return a dashed diagonal for reference, without hover text."""
     points = _curve(name, [0, 1], [0, 1], 0, color=MUTED, dash="dash", mode="lines")
     return points | {"hoverinfo": "skip"}
 
 
-# What was gained
+# Comparison with the plain network
 
 
 def gain_charts(run: Run) -> list[Chart]:
-    """Return the verdict's metrics for the plain and the learned network, a chart for each.
+    """Return a chart for each metric of the verdict, with the plain and the learned network.
 
-    Both are temperature-scaled if there was held-out data. Whiskers are 95 % intervals over the
-    choice of test examples; the verdict's intervals are of the paired differences, and narrower.
+    Both networks are temperature-scaled if there was held-out data. Whiskers are 95 % intervals
+    over the choice of test examples. The verdict has the narrower intervals of paired differences.
     """
     networks = run.results.networks if run.results else {}
     if "plain" not in networks:
@@ -184,7 +184,7 @@ def gain_charts(run: Run) -> list[Chart]:
         title = f"{metric.title}, {metric.better} is better"
         axis = f"{metric.short}{' in %' if factor > 1 else ''} on the test set"
         low, high = (factor * end for end in (min(e[0] for e in ends), max(e[1] for e in ends)))
-        margin = 0.2 * (high - low)  # above the whiskers, where plotly has its buttons
+        margin = 0.2 * (high - low)  # space above the whiskers for plotly's buttons
         charts.append(
             _chart(
                 title,
@@ -198,16 +198,16 @@ def gain_charts(run: Run) -> list[Chart]:
     return charts
 
 
-# How a run went
+# Course of a training
 
 
 def evidence_chart(runs: Sequence[Run]) -> Chart:
-    """Log marginal likelihood per example at each update; a star is the final state."""
+    """Return the log marginal likelihood per example at each update, the final one as a star."""
     curves = []
     for run in runs:
         epochs = [update.epoch for update in run.updates]
         values = [update.evidence_per_example for update in run.updates]
-        # The update whose state the run ended with is a star.
+        # A star marks the update that gave the final state.
         last = run.results and run.results.evidence.epoch
         is_final = [epoch == last for epoch in epochs]
         sizes = [15 if final else 6 for final in is_final]
@@ -219,7 +219,7 @@ def evidence_chart(runs: Sequence[Run]) -> Chart:
 
 
 def loss_chart(runs: Sequence[Run]) -> Chart:
-    """Return the training loss per example over epochs; for one run also the objective."""
+    """Return the training loss per example over epochs, and for a single run the objective."""
     curves = []
     for run in runs:
         epochs = [record.epoch for record in run.epochs]
@@ -236,12 +236,12 @@ def loss_chart(runs: Sequence[Run]) -> Chart:
 
 
 def weight_decay_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return weight decays of groups over epochs, a chart per run, on one logarithmic axis.
+    """Return a chart per run of the weight decays of groups over epochs, on a logarithmic axis.
 
-    Coloured by depth, from the input (dark) to the output; a double click on a name of the legend
-    shows that group alone.
+    Colours show depth, from the input (dark) to the output. A double click on a name in the legend
+    shows only this group.
     """
-    # All runs on one axis, so that they can be compared by eye.
+    # Use the same axis for all runs, so that they can be compared by eye.
     curves = {id(run): _weight_decays(run) for run in runs}
     values = [value for group in curves.values() for curve in group for value in curve["y"]]
     logs = [math.log10(value) for value in values if value and 0 < value < math.inf] or [-1.0, 1.0]
@@ -292,7 +292,7 @@ def ranges_chart(run: Run, ranges: Mapping[str, Range]) -> Chart:
 
 def _over_epochs(title: str, y: str, curves: Sequence[Trace], **more: Any) -> Chart:
     more = {"xaxis": {"rangemode": "tozero"}, "hovermode": "x unified"} | more
-    if len(curves) > 8:  # all at once would hide the chart
+    if len(curves) > 8:  # a hover text with all curves would hide the chart
         more["hovermode"] = "closest"
     return _chart(title, curves, ("epoch", y), **more)
 
@@ -303,11 +303,11 @@ def _over_epochs(title: str, y: str, curves: Sequence[Trace], **more: Any) -> Ch
 def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
     """Return accuracy over confidence, or coverage over level, with the ideal diagonal.
 
-    Whiskers are intervals. Points of bins grow with the share of predictions in them.
+    Whiskers are 95 % intervals. The size of a point shows the share of predictions in its bin.
 
     Args:
-        title: of the chart.
-        series: predictives of one kind, classes or intervals, and with the same bins or levels.
+        title: title of the chart.
+        series: predictives of one kind, classes or intervals, with the same bins or levels.
     """
     axes, traces, keys = ("confidence", "accuracy"), [_diagonal("calibrated")], []
     for one in series:
@@ -323,7 +323,7 @@ def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
             keys, number_of_all = _spans(data.edges, 3), max(sum(counts), 1)
             sizes = [4 + 9 * (n / number_of_all) ** 0.5 for n in counts]
             look: Any = {"mode": "markers", "size": sizes, "cliponaxis": False}
-        # Wilson's interval of each share; of an empty bin none, and no whisker.
+        # Each share has Wilson's interval. An empty bin has no interval and no whisker.
         bins = [*zip([share or 0.0 for share in y], counts, strict=True)]
         ends = [share_interval(round(share * n), n) if n else (share, share) for share, n in bins]
         above = [max(end[1] - share, 0.0) for end, (share, _) in zip(ends, bins, strict=True)]
@@ -350,14 +350,14 @@ def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
 
 
 def risk_coverage_chart(title: str, series: Sequence[Predictive]) -> Chart:
-    """Return the error rate among the most confident predictions, over their share."""
+    """Return the error rate of the most confident predictions over their share."""
     curves = [(one, one.record.risk_coverage) for one in series]
     hover = "coverage %{x:.1%}<br>error rate %{y:.2%}"
     return _share_chart(title, curves, ("coverage", "error rate"), hover, [])
 
 
 def roc_chart(title: str, series: Sequence[Predictive]) -> Chart:
-    """Return the share of flagged out-of-distribution examples, over the test set's share."""
+    """Return the share of flagged out-of-distribution data over the share of flagged test data."""
     curves = [(one, one.record.roc) for one in series]
     hover = "%{y:.1%} of out-of-distribution data,<br>%{x:.1%} of test data"
     axes = ("flagged test examples", "flagged out-of-distribution examples")

@@ -1,4 +1,4 @@
-"""Runs as a page needs them: their folders read into the records of `records`."""
+"""Read the folders of runs into records, from which the report is made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +32,10 @@ with extra("report"):
 
 Line = TypeVar("Line")
 MAIN_NAMES = (RESULTS, LOG, EVALUATION)
-"""A folder with one of these files is a run; the first of them that exists gives its date."""
+"""A folder with one of these files is a run. The first existing file determines its date."""
 
 MISSING = "(not set)"
-"""Text for an option that a run does not have, but another has."""
+"""Text for an option that only other runs have."""
 WITHOUT_EFFECT = {"output", "overwrite", "progress", "config"}
 """Options that do not affect the numbers of a run."""
 
@@ -47,18 +47,18 @@ class Run:
     folder: Path
     results: Results | None
     epochs: list[EpochRecord]
-    """The log's epochs; none of a posterior that was fitted to a trained network."""
+    """Epochs in the log; empty for a posterior that was fitted to a trained network."""
     updates: list[UpdateRecord]
-    """The log's updates of the hyperparameters."""
+    """Updates of the hyperparameters in the log."""
     evaluation: Evaluation | None
     options: dict[str, Any]
     """Dotted name -> value, from config.yaml."""
     date: datetime
-    """When the run's main file was last written (UTC)."""
+    """Time of the last change of the run's main file (UTC)."""
     label: str = ""
-    """Its folder's name on a page with several runs; empty for the only run of a page."""
+    """Name of the folder on a page with several runs; empty for the only run of a page."""
     style: int = 0
-    """Its index among the runs of the page: the position of its colour and symbol."""
+    """Index among the runs of the page, which selects colour and symbol."""
 
     @property
     def data(self) -> str | None:
@@ -74,41 +74,41 @@ class Run:
 
     @property
     def target_scale(self) -> list[float] | None:
-        """Mean and standard deviation that targets were standardised by for training, if any."""
+        """Mean and standard deviation by which targets were standardised for training, or None."""
         record = self.results or self.evaluation
         return record.target_scale if record else None
 
     @property
     def name(self) -> str:
-        """Network and data as far as they are known, or else the folder."""
+        """Network and data, if they are known, otherwise the name of the folder."""
         names = " on ".join(part for part in (self.model, self.data) if part)
         return names or self.folder.resolve().name
 
     def titled(self, title: str) -> str:
-        """Return a title, which names the run if the page has several."""
+        """Return a title, with the label of the run if the page has several runs."""
         return f"{self.label}: {title}" if self.label else title
 
 
 @dataclass(frozen=True)
 class Predictive:
-    """A predictive of a run, as one of several curves or columns."""
+    """A predictive of a run, shown as a curve or column."""
 
     run: Run
     name: str
     record: PredictiveRecord
     label: str = ""
-    """Label that distinguishes it in its chart."""
+    """Label in its chart."""
     place: int = 0
-    """Its index among the names of all predictives."""
+    """Index among the names of all predictives."""
 
     @property
     def chart(self) -> str:
-        """The title of its chart: all predictives of one run share a chart, or all runs do."""
+        """Title of its chart. With several runs, a chart compares runs, otherwise predictives."""
         return self.name if self.run.label else "All predictives"
 
     @property
     def style(self) -> int:
-        """The position of its colour and symbol."""
+        """Index of its colour and symbol."""
         return self.run.style if self.run.label else self.place
 
 
@@ -128,11 +128,11 @@ def predictives(runs: Sequence[Run]) -> list[Predictive]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Return the runs of a page, each with a label that distinguishes it from the others.
+    """Return the runs of a page, with different labels if there are several.
 
     Raises:
-        ValueError: no folder, a folder twice, one that is not of a run, or a damaged file in it.
-        FileNotFoundError: a folder that is not there.
+        ValueError: the folders are not different folders of runs, or a file in them is damaged.
+        FileNotFoundError: a folder does not exist.
     """
     if not folders or len({folder.resolve() for folder in folders}) < len(folders):
         names = ", ".join(map(str, folders)) or "none"
@@ -163,7 +163,7 @@ def _read_run(folder: Path) -> Run:
         check_yaml(text)
         options = yaml.safe_load(text)
     except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())  # in one line
+        why = " ".join(str(error).split())  # remove line breaks
         raise ValueError(f"{config} cannot be read: {why}. Run the command again.") from error
     return Run(
         folder=folder,
@@ -184,15 +184,15 @@ def _records(
         return [from_json(of_type, {k: v for k, v in line.items() if k != "kind"}) for line in own]
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{folder}: its log was written by another version of marglik ({error}). Train again, "
-            "or write the report with that version."
+            f"{folder}: another version of marglik wrote the log ({error}). Train again, or write "
+            "the report with that version."
         ) from error
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return names of options that differ between runs, in order of their first appearance.
 
-    An option that a run lacks counts as null: options that are not set are null.
+    A missing option counts as null.
     """
     names = dict.fromkeys(name for one in options for name in one)
     return [

@@ -1,4 +1,4 @@
-"""Render the report's sections into one self-contained HTML file."""
+"""Render the sections of the report into one self-contained HTML file."""
 
 import base64
 import zlib
@@ -20,20 +20,19 @@ with extra("report"):
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
 COMPARISON = "comparison.html"
-"""The report about several runs, next to the first one's folder."""
+"""Report about several runs, next to the folder of the first run."""
 DATE_FORMAT = "%Y-%m-%d %H:%M UTC"
 
 
 def write_report(folders: Sequence[Path | str], output: Path | str | None = None) -> Path:
-    """Write one HTML page about one or several runs; return its path.
+    """Write one HTML page about one or several runs, and return its path.
 
     The page contains everything, including its scripts, and makes no network request.
 
     Args:
-        folders: folders of runs written by `marglik train`; several runs are compared.
-        output: file to write to, replaced if it exists. None writes report.html into the folder of
-            a single run, or comparison.html next to the first folder of several runs, whose own
-            pages are kept.
+        folders: folders of runs written by `marglik train`. Several runs are compared.
+        output: file to write to, which is replaced if it exists. None selects report.html in the
+            folder of a single run, or comparison.html next to the first folder of several runs.
 
     Raises:
         FileNotFoundError: a folder does not exist.
@@ -55,7 +54,7 @@ def write_report(folders: Sequence[Path | str], output: Path | str | None = None
 
 
 def _render(runs: Sequence[Run]) -> str:
-    """Return the page's HTML; all text of runs is escaped (autoescape, and `Chart.json`)."""
+    """Return the HTML of the page. Autoescape and `Chart.json` escape all text of runs."""
     environment = Environment(
         loader=PackageLoader("marglik.application.report", "."),
         autoescape=True,
@@ -65,9 +64,9 @@ def _render(runs: Sequence[Run]) -> str:
     )
     environment.filters["kind"] = lambda block: type(block).__name__
     folder = files("marglik.application.report")
-    # The basic bundle of plotly.js: it has scatters and bars, all that the charts need. The whole
-    # would make a page of 1.9 MB packed and 4.9 MB unpacked. The page unpacks it, so that its text
-    # is read before.
+    # The charts need only the basic bundle of plotly.js, with scatters and bars. The whole library
+    # would make a page of 1.9 MB packed and 4.9 MB unpacked. The page unpacks the bundle after the
+    # browser has shown the text.
     plotly = zlib.compress((folder / "plotly/plotly-basic.min.js").read_bytes(), 9)
     return environment.get_template("page.html.j2").render(
         title=" and ".join(dict.fromkeys(run.name for run in runs)),
@@ -84,7 +83,7 @@ def _render(runs: Sequence[Run]) -> str:
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return (name, value for each run) of the facts in the page's head that any run has."""
+    """Return (name, value for each run) of the facts that at least one run has."""
     columns = [_facts_of(run) for run in runs]
     rows = {name: [column[name] for column in columns] for name in columns[0]}
     return [(name, values) for name, values in rows.items() if set(values) != {NOTHING}]

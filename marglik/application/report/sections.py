@@ -1,4 +1,4 @@
-"""Build the content of each section of the page. page.html.j2 has the titles and introductions."""
+"""Create the content of each section of the page. page.html.j2 has titles and introductions."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -30,12 +30,12 @@ class Picture:
     lines: Sequence[tuple[str, str]] = ()
     """(label, value) of each line."""
     parts: tuple[float, float] | None = None
-    """Aleatoric and epistemic part of the entropy, as shares of the gallery's largest entropy."""
+    """Aleatoric and epistemic part of the entropy, relative to the largest entropy shown."""
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures side by side; small ones without a title belong to the gallery above."""
+    """Pictures side by side. A gallery without a title continues the gallery above."""
 
     title: str
     pictures: Sequence[Picture]
@@ -44,7 +44,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Confusion:
-    """Counts of labels (rows) by predictions (columns), as a table coloured by them."""
+    """Confusion matrix, labels in rows and predictions in columns, shown as a coloured table."""
 
     title: str
     classes: Sequence[str]
@@ -52,11 +52,11 @@ class Confusion:
 
 
 Blocks = list[str | Gallery | Confusion | Table | list[charts.Chart]]
-"""A text is a paragraph."""
+"""Content of a section. A string is a paragraph."""
 
 
 def _summary(runs: Sequence[Run]) -> Blocks:
-    """Return metrics, differences on the same examples, and notes for reading them."""
+    """Return metrics, differences on the same examples, and notes about them."""
     blocks: Blocks = [
         run.titled(run.evaluation.seen_in_words)
         for run in runs
@@ -91,7 +91,7 @@ def _curves(runs: Sequence[Run]) -> Blocks:
     curves += [charts.loss_chart(trained)] if trained else []
     blocks: Blocks = [curves]
     for run in updated:
-        # A Fisher of the user's own may not be known here; it counts as drawn.
+        # A Fisher defined by the user may be unknown here. It counts as random.
         exact = [name for name, fisher in Fisher.by_name.items() if not fisher.draws]
         estimates = [
             update.num_examples < update.num_data or update.fisher not in exact
@@ -114,7 +114,7 @@ def _curves(runs: Sequence[Run]) -> Blocks:
 
 
 def _weight_decay(runs: Sequence[Run]) -> Blocks:
-    """Return weight decays over epochs, and per tensor at the end with effective parameters."""
+    """Return weight decays over epochs, and a table of final weight decays by tensor."""
     updated = [run for run in runs if run.updates]
     final = [(run, run.results.weight_decay) for run in runs if run.results]
     rows = []
@@ -157,7 +157,7 @@ def _augmentation(runs: Sequence[Run]) -> Blocks:
 
 
 def _reliability(runs: Sequence[Run]) -> Blocks:
-    # Curves with the same bins or levels share a chart, and a table of its points.
+    # Curves with the same bins or levels share a chart and its table.
     groups = defaultdict(list)
     for one in predictives(runs):
         data = one.record.reliability
@@ -169,7 +169,7 @@ def _reliability(runs: Sequence[Run]) -> Blocks:
 
 
 def _held_out(runs: Sequence[Run]) -> list[Table]:
-    """Return a table of the held-out NLLs of the runs' calibrations."""
+    """Return a table of the held-out NLL with and without calibration, for each run."""
     rows = []
     for run in runs:
         if run.results is None or (fit := run.results.calibration) is None:
@@ -184,13 +184,13 @@ def _held_out(runs: Sequence[Run]) -> list[Table]:
 
 
 def _errors(runs: Sequence[Run]) -> Blocks:
-    """Return the error rate by coverage, and the confusions of classes."""
+    """Return the error rate by coverage, and confusion matrices."""
     risks, matrices = defaultdict(list), []
     for one in predictives(runs):
         if one.record.risk_coverage:
             risks[one.chart].append(one)
     for run in runs:
-        # Predictives with the same class predictions are shown once, with all their names.
+        # Predictives with the same predicted classes share one matrix, titled by all names.
         alike = defaultdict(list)
         for one in predictives([run]):
             alike[repr(one.record.confusion)].append(one)
@@ -287,7 +287,7 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
 
 
 def _options(runs: Sequence[Run]) -> Blocks:
-    """Return all options; for several runs, different ones come first and are highlighted."""
+    """Return all options. With several runs, differing options come first, highlighted."""
     names = list(dict.fromkeys(name for run in runs for name in run.options))
     different = differing([run.options for run in runs])
     rows = []
@@ -330,4 +330,4 @@ SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
     "options": _options,
     "versions": _versions,
 }
-"""Maps the id of a section in page.html.j2 to its content; a section without blocks is left out."""
+"""Id of a section in page.html.j2 -> its content. The page omits a section without content."""

@@ -1,4 +1,4 @@
-"""Tables of the page as plain data: numbers as text, metrics with their meaning, the summary."""
+"""Create the tables of the page as plain data, with numbers as text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Row:
-    """A row; one without cells is a heading of the rows below it."""
+    """A row of a table. A row without cells is a heading of the rows below."""
 
     header: str
     cells: Sequence[str] = ()
     best: frozenset[int] = frozenset()
-    """Positions of the cells to mark as best."""
+    """Indices of the cells to mark as best."""
     detail: str = ""
-    """Small print under the header."""
+    """Small text under the header."""
     small: Sequence[str] = ()
-    """Small print under the cells; empty for none."""
+    """Small text under each cell; empty if there is none."""
     differs: bool = False
     """Whether to highlight the row."""
 
@@ -33,20 +33,20 @@ class Table:
     """A table with a header row and a header column."""
 
     caption: str
-    """Its accessible name."""
+    """Accessible name of the table."""
     columns: Sequence[str]
-    """Titles of the columns, the header column first."""
+    """Titles of the columns, beginning with the header column."""
     rows: Sequence[Row]
     has_words: bool = False
-    """Whether cells are text, which is aligned left."""
+    """Whether cells are words, which are aligned left."""
     summary: str = ""
-    """Text of the table when it is folded, if it can be."""
+    """Text that replaces the folded table; empty if it cannot be folded."""
     open: bool = True
-    """Whether it is unfolded at first."""
+    """Whether the table is unfolded at first."""
 
 
 def number(value: float | None, decimals: int | None = None) -> str:
-    """Return a number as text, with four significant digits or ``decimals``; integers in full."""
+    """Return a number as text: integers in full, others with ``decimals`` or four digits."""
     if value is None:
         return NOTHING
     if not math.isfinite(value):
@@ -71,7 +71,7 @@ def interval(ends: Sequence[float] | None, decimals: int | None, scale: float = 
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds as text, in milliseconds, seconds, minutes or hours."""
+    """Return a duration as text, in milliseconds, seconds, minutes or hours."""
     if seconds is None:
         return NOTHING
     if seconds < 120:
@@ -82,7 +82,7 @@ def duration(seconds: float | None) -> str:
 
 
 def metric_text(metric: Metric, value: float | None) -> str:
-    """Return a metric's value as text, without its unit."""
+    """Return the value of a metric as text, without its unit."""
     if metric.unit == "%" and value is not None:
         return number(100 * value, 2)
     return number(value, metric.decimals if value is not None and abs(value) < 1e4 else None)
@@ -97,7 +97,7 @@ def _detail(metric: Metric) -> str:
 
 
 def _loss(metric: Metric, value: float) -> float:
-    """Return a number that is smallest for the best value."""
+    """Return a number that is lowest for the best value."""
     if isinstance(metric.better, float):
         return abs(value - metric.better)
     return -value if metric.better == "higher" else value
@@ -111,10 +111,10 @@ DIFFERENCES = ("nll", "accuracy", "brier")
 
 
 def evaluated_and_rivals(runs: Sequence[Run]) -> list[Predictive]:
-    """Return the predictives in evaluation.json, and further ones in results.json.
+    """Return the predictives in evaluation.json, and others in results.json.
 
-    `marglik train` evaluates the learned network and perhaps a plain one ("plain, ..."), `marglik
-    evaluate` the learned one alone.
+    `marglik train` evaluates the learned network and perhaps a plain network ("plain, ...").
+    `marglik evaluate` evaluates only the learned network.
     """
     columns, evaluated = [], predictives(runs)
     for run in runs:
@@ -129,7 +129,7 @@ def evaluated_and_rivals(runs: Sequence[Run]) -> list[Predictive]:
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
-    """Return metrics in rows, predictives of all runs in columns; marks the best per data set."""
+    """Return a table of metrics by predictive of all runs. It marks the best per data set."""
     columns = evaluated_and_rivals(runs)
     names = {name for one in columns for name, _ in one.record.metrics.items()}
     rows: list[Row] = []
@@ -151,7 +151,7 @@ def _row(name: str, columns: Sequence[Predictive]) -> Row:
         metric = replace(metric, unit=metric.unit.replace("per example", "per position"))
     values = [getattr(one.record.metrics, name) for one in columns]
     ends = [getattr(one.record.intervals, name) for one in columns]
-    # The best among the runs on the same data, unless all are the same.
+    # Mark the best of the runs on the same data, unless all are equal.
     best: set[int] = set()
     for data in {one.run.data for one in columns} if metric.better is not None else ():
         losses = {
@@ -168,7 +168,7 @@ def _row(name: str, columns: Sequence[Predictive]) -> Row:
 
 
 def differences_table(title: str, by_predictive: Mapping[str, Metrics[Difference]]) -> list[Table]:
-    """Return a table of differences (value, lower end, upper end) by predictive, if known."""
+    """Return a table of differences with their intervals by predictive; [] if there are none."""
     rows_of = {name: dict(one.items()) for name, one in by_predictive.items()}
     names = [name for name in DIFFERENCES if any(name in one for one in rows_of.values())]
     rows = []

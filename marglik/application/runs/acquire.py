@@ -1,4 +1,4 @@
-"""The command `marglik acquire`: choose the rows of a table to label next."""
+"""Run `marglik acquire`: choose the rows of a table to label next."""
 
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ def acquire_rows(
 ) -> dict[str, Any]:
     """Write the rows of a table to label next, the best first.
 
-    The network was trained on a TableFile. The output has the columns of the pool. In front of them
-    it has "row", the number of the row in the pool (from 0), and "score". Returns a summary of the
-    written file.
+    The network was trained on a TableFile. The output has the columns of the pool. Two columns are
+    in front of them: "row", the number of the row in the pool (from 0), and "score". Returns a
+    summary of the written file.
 
     Args:
         path: folder written by marglik train or marglik fit.
@@ -42,8 +42,8 @@ def acquire_rows(
         method: score of a row. mutual_information is the information of the label about the
             parameters in nats, under the uncalibrated posterior. entropy and margin are computed
             from the predicted class probabilities. random is a random number.
-        joint: whether each choice accounts for the earlier ones, so that similar rows are not
-            chosen together.
+        joint: whether each choice accounts for the labels of the rows chosen before, so that
+            similar rows are not chosen together.
         model: class of the network. Name the class if it is your own, because the folder alone must
             not choose the code that runs.
         overwrite: whether to replace an existing file.
@@ -53,9 +53,9 @@ def acquire_rows(
     Raises:
         FileNotFoundError: the folder or the file does not exist.
         FileExistsError: the output exists.
-        ValueError: the output is the file of the rows or lies in the folder of a run; the run was
-            not trained on a table; a column is missing; a value does not occur in the training
-            data; the pool has fewer rows.
+        ValueError: the output is the file of the rows or is in the folder of a run; the run was not
+            trained on a table; a column is missing; a value does not occur in the training data; or
+            the pool has fewer rows than ``number``.
     """
     check_seed(seed)
     record, _, frame, x = rows_of_table(path, pool, output, overwrite)

@@ -1,4 +1,4 @@
-"""Common preparation of the commands: device, ranks, networks, and consistency checks."""
+"""Prepare what the commands share: devices, ranks, networks, and checks that they fit the data."""
 
 import logging
 import os
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 RANK_TIMEOUT = timedelta(minutes=10)
-"""Maximum time for which a process waits for another one before all end."""
+"""Maximum time for which a process waits for another process. All processes end afterwards."""
 
 
 def device_of(accelerator: Accelerator) -> torch.device:
-    """Return the device for ``--accelerator``; "auto" selects the first GPU, if there is one.
+    """Return the device for ``--accelerator``. "auto" selects the first GPU if there is one.
 
     Raises:
         ValueError: this machine does not have the device.
@@ -54,7 +54,7 @@ def device_of(accelerator: Accelerator) -> torch.device:
 def build_fabric(
     accelerator: Accelerator, precision: Precision = "32-true"
 ) -> "Fabric | OneDevice":
-    """Return a launched Fabric: device and precision of training steps, and torchrun's processes.
+    """Return a launched Fabric with the device, the precision and the processes of torchrun.
 
     For one process in full precision, it returns an equivalent object without Lightning.
 
@@ -102,11 +102,11 @@ def check_model(
     """Run two training examples through the network, the curvature pass and the predictive.
 
     Raises:
-        ValueError: the network does not accept the inputs, or does not return (N, C) with one
+        ValueError: the network does not accept the inputs; the outputs are not (N, C) with one
             output per class, or (N, R, C) for class labels (N, R); targets do not fit the
             likelihood; or the predictive does not support such outputs.
         TypeError: outputs are not a tensor, or class labels are not integers.
-        NotImplementedError: a layer has no K-FAC rule, or cannot predict.
+        NotImplementedError: a layer has no K-FAC rule, or the predictive does not support it.
     """
     likelihood = likelihood_of(likelihood)
     if splits.classes is not None and likelihood.kind == "continuous":
@@ -118,8 +118,8 @@ def check_model(
     parameter, name = next(model.parameters(), torch.empty(0)), type(model).__name__
     x, y = x.to(parameter.device), y.to(parameter.device)
     with eval_mode(model):
-        # Make the pass before the forward pass, so that its error about layers without a rule comes
-        # first.
+        # Create the curvature pass before the forward pass, so that an error about layers without a
+        # rule comes first.
         options = None if curvature is None else curvature.options(splits.targets)
         of_factors = options and CurvaturePass(model, likelihood, options, process_group=None)
         try:
@@ -152,7 +152,7 @@ def check_model(
         if predictive is not None and predictive.method != "linearised":
             eigen = zip(factors.blocks, decompose(factors.blocks.values()), strict=True)
             precision = {name: (block, block.spectrum(1.0)) for name, block in eigen}
-            # One position and two outputs suffice to find uses that hooks cannot follow.
+            # One position and two outputs are enough to find layers that hooks cannot follow.
             first = torch.zeros(f.shape[:-1], dtype=torch.bool)
             first.view(len(f), -1)[:, 0] = True
             first_outputs = torch.arange(min(2, f.shape[-1]))
@@ -160,9 +160,9 @@ def check_model(
 
 
 def _identities(factors: KroneckerFactors) -> KroneckerFactors:
-    """Return the same factors as identities, which `decompose` recognises without a solver."""
+    """Return factors replaced by identities, which `decompose` recognises without a solver."""
 
-    @cache  # one object if a weight and its bias share it
+    @cache  # one object if a weight and its bias share a factor
     def identity(factor: Factor) -> Factor:
         ones = torch.ones(factor.shape[:-1], dtype=factor.dtype, device=factor.device)
         return Factor(torch.diag_embed(ones))
@@ -177,10 +177,9 @@ def _identities(factors: KroneckerFactors) -> KroneckerFactors:
 def with_learned_augmentation(
     model: nn.Module, splits: Splits, provenance: Provenance
 ) -> tuple[LearnedAugmentation, Provenance]:
-    """Return the network in a `LearnedAugmentation` for images, and the specification of both.
+    """Return the network within a `LearnedAugmentation` for images, and its specification.
 
-    All images are shifted, rotated, scaled and sheared. Colour images are also recoloured and
-    mirrored.
+    Images are shifted, rotated, scaled and sheared. Colour images are also recoloured and mirrored.
     """
     has_colours = splits.image_shape[0] == 3
     kinds = [Affine, Color, Flip] if has_colours else [Affine]
@@ -193,17 +192,17 @@ def with_learned_augmentation(
 def with_standardised_columns(
     model: nn.Module, splits: Splits, provenance: Provenance
 ) -> tuple[nn.Module, Provenance]:
-    """Return the network of a table in a `Standardised`, and the specification of both."""
+    """Return the network of a table within a `Standardised`, and its specification."""
     if splits.table is None:
         return model, provenance
-    x = tensors_in(splits.train)[0].double()  # in float32, sums of large numbers overflow
+    x = tensors_in(splits.train)[0].double()  # sums of large numbers would overflow in float32
     std = torch.where((x == x[0]).all(0), 1.0, x.std(0, correction=0))
     scale: Any = {"mean": x.mean(0).tolist(), "std": std.tolist()}
     return Standardised(model, **scale), _around(provenance, "marglik.models.Standardised", **scale)
 
 
 def _around(provenance: Provenance, path: str, **arguments: Any) -> Provenance:
-    """Return the specification of a network around another, if the inner one has one."""
+    """Return the specification of a network that contains another, if this one has one."""
     if provenance.model is None:
         return provenance
     spec = {"class_path": path, "init_args": {"model": provenance.model, **arguments}}
@@ -211,7 +210,7 @@ def _around(provenance: Provenance, path: str, **arguments: Any) -> Provenance:
 
 
 def sizes_of(splits: Splits, likelihood: str = "classification") -> dict[str, int]:
-    """Return the sizes of a network for this data and likelihood, by the names of its arguments."""
+    """Return argument name -> size of a network for this data and likelihood."""
     x, *_, y = tensors_in(splits.train)
     sizes = {"in_features": x[0].numel(), "num_classes": _num_outputs(splits, likelihood)}
     of_images = {"in_channels": x.shape[1], "image_size": x.shape[-1]} if x.dim() == 4 else {}
@@ -219,7 +218,7 @@ def sizes_of(splits: Splits, likelihood: str = "classification") -> dict[str, in
 
 
 def _num_outputs(splits: Splits, likelihood: str) -> int:
-    """Return C: the number of classes for labels (ordinal: 1), else the likelihood's number."""
+    """Return C: the number of classes (1 for ordinal), or the outputs that targets need."""
     distribution = likelihood_of(likelihood)
     if distribution.name == "ordinal":
         return 1
@@ -230,7 +229,7 @@ def _num_outputs(splits: Splits, likelihood: str) -> int:
         return 1 + int(max(y.max(), y_test.max()))
 
     def width(outputs: int) -> int:
-        """Return the length of the targets' last axis for this number of outputs."""
+        """Return the length of the last axis of targets for this number of outputs."""
         try:
             return distribution.target_shape(torch.empty(1, outputs))[-1]
         except ValueError:

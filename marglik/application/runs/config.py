@@ -48,20 +48,20 @@ class PriorConfig(Schedule):
         weight_decay: initial weight decay of all groups. It corresponds to the prior precision
             weight_decay * N for N training examples.
         structure: parameters that share a weight decay. per_tensor has one weight decay per
-            parameter tensor, scalar a single one, per_type one each for weights, biases and
-            scalars, and per_child one per top-level child of the model. A mapping of group names to
-            patterns of parameter names defines other groups, such as {convolutions:
+            parameter tensor. scalar has one for all parameters. per_type has one each for weights,
+            biases and scalars. per_child has one per top-level child of the model. A mapping of
+            group names to patterns of parameter names defines other groups, such as {convolutions:
             "stage*.weight", rest: "*"}.
         method: method that maximises the evidence in an update. adam takes gradient steps. mackay
             iterates MacKay's fixed point, which needs no step size. fixed makes no updates: it
             keeps weight_decay, and in regression a noise of 1.
-        curvature_from: data of an update's curvature pass. auto uses a sample. If exact passes
-            would take longer than the training, it estimates the curvature (fisher=random_signs).
-            It also estimates the last update if an exact pass would take longer than a tenth of the
-            training. pass uses all data in each update, with the options of curvature.
-        correct_decays: whether the validation labels correct the weight decays of a classifier. It
-            is for data with wrong labels that the network memorises. See docs/weight-decay.md for
-            data where it helps and where it harms.
+        curvature_from: data of the curvature pass of an update. auto uses a sample. If exact passes
+            would take longer than the training, auto estimates the curvature (fisher=random_signs).
+            It also does so in the last update if an exact pass would take longer than a tenth of
+            the training. pass uses all data in each update, with the options of curvature.
+        correct_decays: whether the validation labels correct the weight decays of a classifier. Use
+            it for data with wrong labels that the network memorises. docs/weight-decay.md shows for
+            which data it helps and for which it harms.
     """
 
     weight_decay: float = WEIGHT_DECAY
@@ -80,7 +80,7 @@ class PriorConfig(Schedule):
             )
 
     def schedule(self, epochs: int) -> Schedule:
-        """Return the schedule of a run of ``epochs`` epochs; a fixed prior has no updates."""
+        """Return the schedule of a run of ``epochs`` epochs. A fixed prior has no updates."""
         own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Schedule)}
         own["epochs"] = epochs
         if self.method == "fixed":
@@ -96,40 +96,40 @@ class RunConfig:
         epochs: number of passes over the training examples.
         batch_size: number of examples (images, sequences, graphs) in a batch.
         output: folder to write to; null selects runs/NAME with the name of the data.
-        resume: whether to continue the run in this folder. The run must have been started with the
-            same options. If there is no run, a new one starts. On a CPU with the same number of
-            threads, a resumed run gives exactly the results of an uninterrupted run. resume takes
-            precedence over overwrite. Checkpoints are written after epochs and updates, at most
-            once a minute, and always before an update.
+        resume: whether to continue the run in this folder, with the same options as before. If
+            there is no run, a new run starts. On a CPU with the same number of threads, a resumed
+            run gives exactly the results of an uninterrupted run. resume takes precedence over
+            overwrite. Checkpoints are written after epochs and updates, at most once a minute, and
+            always before an update.
         overwrite: whether to replace a run in this folder.
         members: number of networks in the ensemble. The first network learns the weight decays.
             Each other network starts from other initial parameters and replays the learned weight
-            decays; it costs one training.
-        baseline: whether to train a plain network as a comparison, with the initial weight decay, a
+            decays. Each costs one training.
+        baseline: whether to train a plain network for comparison, with the initial weight decay, a
             cosine learning rate schedule and no average. By default it is trained if this takes
-            less than 20 seconds or a quarter of the run. resume can add it later. With a table,
+            less than 20 seconds or a quarter of the run. resume can add it later. For a table,
             scikit-learn also fits a linear model and gradient-boosted trees to the same rows,
-            unless this is false.
+            unless baseline is false.
         augmentation: augmentation of the training images. "standard" crops images at random (after
             padding by 4 pixels) and flips them. "learned" averages the network over transformed
-            copies of each image, in training and prediction, which multiplies the cost. It learns
-            by the evidence the ranges of shifts, rotations, scales and shears, and with colours
-            also of recolouring and flips; see `marglik.augmentation`.
+            copies of each image, in training and prediction, which multiplies the cost. The
+            evidence learns the ranges of shifts, rotations, scales and shears, and for colour
+            images also of recolouring and flips; see `marglik.augmentation`.
         held_out: share of the training examples that is held out for calibration, if the data has
             no validation set. The network is not trained on these examples, but the final posterior
-            is also fitted to them. 0 holds out no examples and does not calibrate.
+            is also fitted to them. With 0, no examples are held out and there is no calibration.
         seed: seed of all random numbers.
-        accelerator: device. auto selects cuda if it is available. (Apple's mps is not supported. It
-            lacks float64, which the evidence needs.)
-        precision: precision of the training steps, by Lightning's name. Parameters, curvature and
-            predictions stay in float32.
+        accelerator: device. auto selects cuda if it is available. Apple's mps is not supported,
+            because it lacks float64, which the evidence needs.
+        precision: precision of the training steps, by its name in Lightning. Parameters, curvature
+            and predictions stay in float32.
         compile: mode of torch.compile for the training steps. null does not compile.
             reduce-overhead records CUDA graphs on a GPU. Compilation changes the results only by
             rounding.
         progress: whether to show progress bars on a terminal and lines of text elsewhere.
-        logger: logs the numbers of each epoch and update, and the test metrics, for tensorboard or
-            wandb (Weights & Biases). null logs nothing. The curves of TensorBoard are in the folder
-            tensorboard of the output folder. Needs pip install 'marglik[loggers]'.
+        logger: logger of the numbers of each epoch and update, and of the test metrics: tensorboard
+            or wandb (Weights & Biases). null logs nothing. The curves of TensorBoard are in the
+            folder tensorboard of the output folder. Needs pip install 'marglik[loggers]'.
     """
 
     epochs: int = 30

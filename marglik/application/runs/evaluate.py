@@ -50,11 +50,11 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate a network at its parameters (MAP) and under its posterior.
 
-    If the posterior has no saved calibration for a predictive, the data's validation set calibrates
-    it, unless the network was trained on this set.
+    If the posterior has no saved calibration for a predictive, the validation set calibrates it,
+    unless the network was trained on this set.
 
     The result counts the test examples whose inputs were used for training or calibration. For the
-    run's own test data this number is 0.
+    test data of the run this number is 0.
 
     Returns the content of ``evaluation.json``. The file replaces an earlier evaluation in the
     folder.
@@ -63,17 +63,17 @@ def evaluate_run(
         path: folder written by marglik train or save_posterior.
         model: class of the network. Name the class if it is your own, because the folder alone must
             not choose the code that runs. Without options, the network gets the options stored in
-            the folder. Pretrained weights must be named with their option.
-        data: class of the data. null selects the training data, and evaluates their test split. For
-            other data all examples are evaluated, unless they have their own test split, as an
-            ImageFolder has. Name data in files with their options, because the folder alone must
-            not choose the files that are read or downloaded.
+            the folder. Name pretrained weights with their option.
+        data: class of the data. null selects the test split of the training data. Of other data,
+            all examples are evaluated, or the test split of a class with one, such as ImageFolder.
+            Name data in files with their options, because the folder alone must not choose the
+            files that are read or downloaded.
         methods: list of predictive methods to evaluate one after the other. [] evaluates only the
-            MAP, null only predictive.method.
+            MAP. null evaluates only predictive.method.
         predictive: the predictive of the evaluation.
         ood: class of out-of-distribution images, on which the predictives should be uncertain.
-        output: folder for evaluation.json and the report. null selects the run's own folder.
-            Required for data other than the folder's own.
+        output: folder for evaluation.json and the report. null selects the folder of the run. It is
+            required for data other than the data of the run.
         accelerator: device. auto selects cuda if it is available.
         seed: seed of the random numbers for sampling.
         progress: whether to show progress bars on a terminal and lines of text elsewhere.
@@ -89,7 +89,7 @@ def evaluate_run(
         )
     device = device_of(accelerator)
 
-    # Step 1: network, posterior and data, as passed or from the folder.
+    # Step 1: get network, posterior and data from the arguments or from the folder.
     record = read_posterior(path)
     network = saved_object(path, model, record, "model", nn.Module)
     source = saved_object(path, data, record["data"] or {}, "source", DataSource)
@@ -106,7 +106,7 @@ def evaluate_run(
     for config in configs or [None]:
         check_model(network, splits, None, laplace.likelihood, config)
     folder = Path(output or path)
-    # Check now, because the report at the end would find the same errors only after the work.
+    # Check now, because the report would find the same errors only at the end.
     read_results(folder)
     read_record(folder / EVALUATION)
     posterior = folder / POSTERIOR
@@ -116,7 +116,7 @@ def evaluate_run(
             "to belong to it. Pass another --output."
         )
 
-    # Step 2: missing calibrations, and the metrics.
+    # Step 2: compute missing calibrations, and the metrics.
     calibrated: dict[str, CalibrationRecord] = {}
     if is_held_out(splits, record["data"]):
         calibrated = _calibrate(laplace, configs, splits, progress)
@@ -139,9 +139,9 @@ def evaluate_run(
 def _calibrate(
     laplace: Posterior, configs: list[PredictiveConfig], splits: Splits, progress: bool
 ) -> dict[str, CalibrationRecord]:
-    """Calibrate predictives without a saved calibration; return label -> calibration.
+    """Calibrate predictives without a saved calibration, and return label -> calibration.
 
-    It uses the validation set. The saved posterior is not changed.
+    It uses the validation set. The saved posterior does not change.
     """
     remembered = laplace.calibrations
     unknown = [c for c in configs if c.is_calibrated and c.label not in remembered]
@@ -156,10 +156,10 @@ def _calibrate(
 
 
 def saved_object(path: str, passed: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
-    """Return the network or data, as passed or as specified in the folder's record.
+    """Return the passed network or data, or the one that the record of a folder specifies.
 
-    If only a class name is passed, and the record names the same class, it gets the record's
-    arguments.
+    If the name of a class is passed and the record has the same class, it gets the arguments in the
+    record.
     """
     if isinstance(passed, kind):
         return passed
@@ -174,7 +174,7 @@ def saved_object(path: str, passed: Any, record: dict[str, Any], key: str, kind:
 
 
 def _classes_in(spec: Any) -> Iterator[str | None]:
-    """Return the class of a specification, and of the network inside it, as in `Standardised`."""
+    """Yield the classes of a specification and of networks within it, as in `Standardised`."""
     while isinstance(spec, dict):
         yield str(spec.get("class_path"))
         spec = (spec.get("init_args") or {}).get("model")

@@ -45,8 +45,8 @@ def fit(
 ) -> Evaluation:
     """Fit a posterior to a trained network, calibrate it, save it and evaluate it.
 
-    The prior precision, and the noise of regression, maximise the evidence. The validation split
-    calibrates the predictive. Returns the results of `evaluate_run`.
+    It chooses the prior precision, and the noise of regression, that maximise the evidence. The
+    validation split calibrates the predictive. Returns the results of `evaluate_run`.
 
     Args:
         model: class of the network, with the options of its training. Any importable class works.
@@ -54,7 +54,7 @@ def fit(
         checkpoint: file with the network's parameters: safetensors, or a state dict written by
             torch.save.
         likelihood: distribution of the targets, see docs/likelihoods.md.
-        layers: layers of the posterior. last uses only the last layer; all uses all layers and
+        layers: layers of the posterior. last uses only the last layer. all uses all layers and
             takes longer.
         structure: parameters that share a prior precision, as for `marglik train`.
         curvature: the curvature pass.
@@ -66,7 +66,7 @@ def fit(
         seed: seed of all random numbers.
         progress: whether to show progress bars on a terminal and lines of text elsewhere.
         provenance: the specifications that build model and data. They are saved with the posterior,
-            so that it can be loaded without them.
+            so that it can be loaded without these arguments.
 
     Raises:
         ValueError: options, data, checkpoint and model do not fit together.
@@ -74,7 +74,7 @@ def fit(
         FileExistsError: the output folder contains a run or other files.
         OSError: the output folder cannot be written to.
     """
-    # Step 1: find all errors in options, data and network before the pass.
+    # Step 1: check options, data and network before the pass.
     check_seed(seed)
     folder = Path(output or f"runs/{Path(checkpoint).stem}")
     check_free(folder, overwrite)
@@ -95,7 +95,7 @@ def fit(
     PriorGroups.from_model(model, structure)  # raises for rules that match nothing
     begin_run(folder, None, overwrite=overwrite)
 
-    # Step 2: the curvature, the prior, which needs only the eigenvalues, and s and τ.
+    # Step 2: compute the curvature, then the prior from its eigenvalues, then s and τ.
     torch.manual_seed(seed)
     _logger.info("curvature pass over %d examples of %s", len(batches.dataset), splits.name)
     posterior = Posterior(model, likelihood, curvature.options(splits.targets))
@@ -105,10 +105,10 @@ def fit(
         held_out = split_batches(splits, "validation", predictive.batch_size, device=device)
         calibrations_of(posterior, held_out, predictive, progress=progress)
 
-    # Step 3: the files, including those for a later evaluation, and the metrics.
+    # Step 3: save the posterior and the record of the data, and evaluate.
     record = data_record(splits, provenance.data)
     save_posterior(posterior, folder, model=provenance.model, data=record, frozen=True)
-    remove_states(folder)  # remove the empty folder that marked this one as a run's
+    remove_states(folder)  # remove the empty folder by which marglik recognised an unfinished run
     return evaluate_run(
         str(folder), model, data, predictive=predictive, accelerator=accelerator, seed=seed,
         progress=progress,

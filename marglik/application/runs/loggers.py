@@ -20,12 +20,12 @@ def check_logger(name: LoggerName) -> None:
 
 
 class MetricsLogger:
-    """Log numbers as curves over the epochs, and the options as hyperparameters.
+    """Logger of numbers as curves over the epochs, and of options as hyperparameters.
 
     Args:
-        name: "tensorboard" writes to a folder of the run's folder; "wandb" starts a run of the
-            project "marglik", named like the run's folder.
-        folder: the run's folder.
+        name: "tensorboard" writes to a folder in the folder of the run. "wandb" starts a run of the
+            project "marglik", with the name of the folder of the run.
+        folder: the folder of the run.
         identity: data, network and options of the run, see `identity_of`.
     """
 
@@ -54,12 +54,12 @@ class MetricsLogger:
             metrics = dict(scores.metrics.items())
             self._logger.log_metrics(_flat(metrics, f"test/{name}"), step=self._epoch)
         self._logger.finalize("success")
-        if hasattr(self._logger.experiment, "finish"):  # for wandb, which has one run per process
+        if hasattr(self._logger.experiment, "finish"):  # wandb has only one run per process
             self._logger.experiment.finish()
 
 
 def _flat(numbers: dict[str, Any], prefix: str) -> dict[str, float]:
-    """Return the numbers in nested dicts by their paths, without other values."""
+    """Return path -> number for the numbers in nested dicts; other values are omitted."""
     flat: dict[str, float] = {}
     for name, value in numbers.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Build the network's optimiser and its learning rate schedule from options."""
+"""Create the optimiser of the network and its learning rate schedule from options."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,28 +15,28 @@ from marglik.posterior.prior import parameter_kind
 OptimizerName = Literal["sgd", "adamw", "kfac"]
 
 MOMENTUM = 0.9
-"""Nesterov momentum of SGD, also with K-FAC."""
+"""Nesterov momentum of SGD and K-FAC."""
 SCALARS = 0.1
 """Factor on the learning rate of parameters with a single entry, such as Fixup's scalars."""
 SMALLEST_RATE = 1e-6
-"""The final learning rate of the cosine schedule."""
+"""Final learning rate of the cosine schedule."""
 DAMPING = 0.1
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The network's optimiser and its learning rate.
+    """Optimiser of the network, and its learning rate.
 
-    There is no weight decay here, because the gradient of the prior is a part of the objective's
-    gradient. AdamW's decoupled weight decay would not lead to the maximum of the log joint, at
-    which the Laplace approximation is made.
+    It has no weight decay, because the gradient of the objective includes the gradient of the
+    prior. AdamW's decoupled weight decay would not lead to the maximum of the log joint, at which
+    the Laplace approximation is made.
 
     Args:
-        name: optimiser; kfac is SGD on gradients preconditioned by K-FAC, with the mode
+        name: optimiser. kfac is SGD on gradients that are preconditioned by K-FAC, with the mode
             curvature.kfac_approx.
         lr: initial learning rate.
-        damping: damping of kfac (0.1 if not given), added to the curvature of the mean loss in
-            addition to the prior.
+        damping: damping of kfac (0.1 if not given). It is added, with the prior, to the curvature
+            of the mean loss.
     """
 
     name: OptimizerName = "sgd"
@@ -64,15 +64,15 @@ def build_optimizer(
     curvature: CurvatureOptions = CurvatureOptions(),  # noqa: B008
     seed: int = 0,
 ) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
-    """Return the optimiser of a model's trainable parameters and its learning rate schedule.
+    """Return the optimiser of the trainable parameters and its learning rate schedule.
 
     Args:
         model: the model.
         config: the options.
-        num_steps: number of steps in which the learning rate falls along a cosine; None keeps it
-            constant, for a training that averages its parameters.
+        num_steps: number of steps in which the learning rate decreases along a cosine. None keeps
+            it constant, for a training that averages the parameters.
         likelihood: likelihood of the loss, for K-FAC.
-        curvature: the mode of K-FAC, and the form of the batches' targets.
+        curvature: the mode of K-FAC, and the form of the targets in batches.
         seed: seed of the labels that K-FAC draws.
     """
     scalars, others = [], []
@@ -91,8 +91,8 @@ def build_optimizer(
     elif config.name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.0)
     else:
-        # Damping on the product, to which the learned decays are added: a step is then a
-        # natural-gradient step on the posterior.
+        # Damp the product, to which the prior is added, too. A step is then a natural-gradient step
+        # on the posterior.
         optimizer = KFAC(
             model,
             likelihood,
@@ -101,7 +101,7 @@ def build_optimizer(
             params=groups,
             options=PreconditionerOptions(damping=config.damping or DAMPING, damping_on="product"),
             curvature=curvature.replace(fisher="mc", mc_samples=1),
-            loss_mean_over="examples",  # the loop's objective
+            loss_mean_over="examples",  # as in the objective of the loop
             seed=seed,
         )
     if num_steps is None:

@@ -1,4 +1,4 @@
-"""Run `marglik predict`: predict the rows of a new table, in the target's units."""
+"""Run `marglik predict`: predict the targets of new rows of a table, in the unit of the target."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
 from marglik.storage.record_files import read_posterior
 
 LEVEL = 0.9
-"""Level of the intervals for numbers."""
+"""Level of the intervals of numeric targets."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """First characters of a text that a spreadsheet runs as a formula, unless the text is a number."""
@@ -43,13 +43,13 @@ def predict_rows(
 ) -> dict[str, Any]:
     """Write predictions for the rows of a table, with a network trained on a TableFile.
 
-    The rows are encoded like the training file. Columns are matched by name, in any order. Other
+    The rows are encoded like the training rows. Columns are found by name, in any order. Other
     columns, such as the target, are ignored. The output has a line for each row, in the same order.
-    For classes it contains the most probable class ("predicted") and the probability of each class
-    ("p(NAME)"). For numbers it contains "mean" and "std" of a new target, in the units of the file.
-    If the likelihood is Gaussian, "low" and "high" are the ends of the 90 % interval. If a
-    spreadsheet would run the name of a class as a formula, such as "=1+1", the name gets a leading
-    apostrophe. Returns a summary of the written file.
+    For classes it has the most probable class ("predicted") and the probability of each class
+    ("p(NAME)"). For numeric targets it has "mean" and "std" of a new target, in the unit of the
+    file. If the likelihood is Gaussian, "low" and "high" are the ends of the 90 % interval. A name
+    of a class that a spreadsheet would run as a formula, such as "=1+1", gets a leading apostrophe.
+    Returns a summary of the written file.
 
     Args:
         path: folder written by marglik train or marglik fit.
@@ -66,9 +66,9 @@ def predict_rows(
     Raises:
         FileNotFoundError: the folder or the file does not exist.
         FileExistsError: the output exists.
-        ValueError: the output is the file of the rows or lies in the folder of a run; the run was
-            not trained on a table; a column is missing; a value does not occur in the training
-            data, or is so large that the prediction is not finite.
+        ValueError: the output is the file of the rows or is in the folder of a run; the run was not
+            trained on a table; a column is missing; or a value does not occur in the training data,
+            or is so large that the prediction is not finite.
     """
     check_seed(seed)
     record, encoding, _, x = rows_of_table(path, rows, output, overwrite)
@@ -99,7 +99,7 @@ def predict_rows(
 
 
 def _check_output(rows: str, output: str, overwrite: bool) -> None:
-    """Raise an error for a file that a command on the rows of a table may not write."""
+    """Raise an error if a command on the rows of a table must not write this file."""
     if Path(output).resolve() == Path(rows).resolve():
         raise ValueError(
             f"{output} is the file of the rows, and the output would replace it. Pass another "
@@ -119,11 +119,11 @@ def _check_output(rows: str, output: str, overwrite: bool) -> None:
 def rows_of_table(
     path: str, rows: str, output: str, overwrite: bool
 ) -> tuple[dict[str, Any], TableEncoding, Any, Tensor]:
-    """Return a run's record and encoding, and the rows of a new table, both raw and encoded.
+    """Return record and encoding of a run, and the rows of a new table, raw and encoded.
 
     Raises:
         FileExistsError: the output exists.
-        ValueError: the output may not be written, the run was not trained on a table, or rows
+        ValueError: the output must not be written, the run was not trained on a table, or rows
             cannot be encoded.
     """
     _check_output(rows, output, overwrite)
@@ -143,7 +143,7 @@ def rows_of_table(
 
 
 def _refuse_largest(x: Tensor, model: nn.Module, encoding: TableEncoding, rows: str) -> NoReturn:
-    """Raise a ValueError that names the value with the largest distance from the training data."""
+    """Raise a ValueError that names the value farthest from the training data."""
     if isinstance(model, Standardised):
         x = (x.double() - model.mean.double().cpu()) / model.std.double().cpu()
     row, column = divmod(int(x.abs().argmax()), x.shape[1])
@@ -156,7 +156,7 @@ def _refuse_largest(x: Tensor, model: nn.Module, encoding: TableEncoding, rows: 
 
 
 def _no_formula(text: str) -> str:
-    """Quote a text that a spreadsheet would run as a formula; numbers are unchanged."""
+    """Quote a text that a spreadsheet would run as a formula, unless it is a number."""
     is_formula = text.startswith(FORMULA) and not NUMBER.fullmatch(text)
     return f"'{text}" if is_formula else text
 
@@ -180,7 +180,7 @@ def _columns(
     mean = prediction.mean[:, 0].double() * unit + shift
     std = prediction.total_uncertainty[:, 0].double().sqrt() * unit
     columns = {"mean": mean.tolist(), "std": std.tolist()}
-    if type(likelihood).cdf is Likelihood.cdf:  # the Gaussian's, which other likelihoods replace
+    if type(likelihood).cdf is Likelihood.cdf:  # the cdf of a Gaussian; others override it
         half = torch.special.ndtri(torch.tensor((1 + LEVEL) / 2, dtype=torch.float64)) * std
         columns |= {"low": (mean - half).tolist(), "high": (mean + half).tolist()}
     return columns

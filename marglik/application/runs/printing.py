@@ -21,7 +21,7 @@ from marglik.prediction.metric_types import METRICS
 
 LAYERS_SHOWN, SUSPICIOUS_SHOWN = 20, 3
 LONGEST_NAME = 36
-"""Maximum length of row names. Longer names lose their middle."""
+"""Maximum length of row names. Dots replace the middle of longer names."""
 
 
 def printable(text: str) -> str:
@@ -41,7 +41,7 @@ def say(text: str = "") -> None:
 
 
 def print_results(results: Results, report: Path) -> None:
-    """Print the results of `marglik train`: evidence, weight decays, metrics, the folder."""
+    """Print the results of `marglik train`: verdict, evidence, weight decays, metrics, folder."""
     num_data, evidence = results.num_data, results.evidence
     if results.verdict:
         say()
@@ -81,7 +81,7 @@ def print_evaluation(evaluation: Evaluation, report: Path) -> None:
 
 
 def _significant(value: float) -> str:
-    """Return a number in the unit of the target, which may be large or small, as text."""
+    """Return a number in the unit of the target as text; it may be large or small."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
@@ -102,7 +102,7 @@ def _print_weight_decays(tensors: Mapping[str, TensorDecay]) -> None:
 
 
 def _print_metrics(scores: Mapping[str, Scores], record: Results | Evaluation) -> None:
-    """Print a row per predictive; ± half of the 95 % interval if it is known."""
+    """Print a row per predictive, with ± half of the 95 % interval if it is known."""
     names = {name for one in scores.values() for name, _ in one.metrics.items()}
     columns = {name: metric for name, metric in METRICS.items() if metric.short and name in names}
 
@@ -126,7 +126,7 @@ def _print_metrics(scores: Mapping[str, Scores], record: Results | Evaluation) -
 
 
 def _print_calibration(fit: CalibrationRecord | None) -> None:
-    """Print the calibration, or that there was none."""
+    """Print the calibration, or why there is none."""
     say()
     if fit is None:
         _print_paragraph(
@@ -135,7 +135,7 @@ def _print_calibration(fit: CalibrationRecord | None) -> None:
             "x_validation and y_validation in a TensorFile."
         )
         return
-    from marglik.prediction.links import Calibration  # late: imports torch
+    from marglik.prediction.links import Calibration  # imported here, as it imports torch
 
     _print_paragraph(
         f"{fit.predictive}: calibrated on {fit.num_terms} held-out loss terms: "
@@ -162,7 +162,7 @@ def _print_ranges(augmentation: Augmentation | None) -> None:
 
 
 def _print_suspicious(labels: SuspiciousLabels) -> None:
-    """Print the first possibly wrong labels; nothing if there are none."""
+    """Print the first possibly wrong labels, if there are any."""
     if not labels.number:
         return
     say()
@@ -181,7 +181,7 @@ def _print_suspicious(labels: SuspiciousLabels) -> None:
 
 
 def _print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print names aligned left, then cells aligned right, below an empty line."""
+    """Print an empty line, then rows with names aligned left and cells aligned right."""
     half = (LONGEST_NAME - 3) // 2
     lines = [
         [n if len(n) <= LONGEST_NAME else f"{n[:half]}...{n[-half:]}", *cells]
@@ -195,7 +195,7 @@ def _print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _print_paragraph(text: str) -> None:
-    """Print a paragraph: wrapped on a terminal, as a single line in files and pipes."""
+    """Print a paragraph, wrapped on a terminal and as a single line in files and pipes."""
     width = shutil.get_terminal_size((80, 24)).columns
     say(textwrap.fill(text, width) if sys.stdout.isatty() else text)
 
@@ -207,9 +207,9 @@ class _PrintableFormatter(logging.Formatter):
 
 @contextmanager
 def progress_lines(prefix: str = "") -> Iterator[None]:
-    """Context manager that prints the package's log (epochs, updates, evaluations) to stderr.
+    """Context manager that prints marglik's log (epochs, updates, evaluations) to stderr.
 
-    It is for files and pipes, in which progress bars are hidden.
+    Use it for files and pipes, for which progress bars are hidden.
 
     Args:
         prefix: start of each line, such as the name of the run if several share stderr.

@@ -1,4 +1,4 @@
-"""Collect the content of ``results.json`` about a posterior and its data, in the data's units."""
+"""Collect the content of ``results.json``, in the units of the data."""
 
 import math
 from dataclasses import replace
@@ -34,15 +34,15 @@ from marglik.training.loop import OnlineResult
 MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
 """Maximum number of suspicious labels, and of images with augmented copies."""
 LARGEST_PICTURE = 48
-"""Maximum height and width (pixels) of pictures, which then have a few kilobytes each."""
+"""Maximum height and width (pixels) of pictures, so that each has only a few kilobytes."""
 
 
-# A table's targets are standardised for training. Results are in the target's own unit: y = mean +
-# std·t, so p(y) = p(t)/std.
+# The targets of a table are standardised for training, but results are in the unit of the target:
+# y = mean + std·t, so p(y) = p(t)/std.
 
 
 def evaluation_in_units(evaluation: Evaluation, splits: Splits) -> Evaluation:
-    """Return an evaluation in units of the targets, from an evaluation of standardised targets."""
+    """Convert an evaluation of standardised targets to the units of the targets."""
     if splits.target_scale is None:
         return evaluation
     predictives: dict[str, PredictiveRecord] = {
@@ -57,7 +57,7 @@ def evaluation_in_units(evaluation: Evaluation, splits: Splits) -> Evaluation:
 
 
 def scores_in_units(scores: Any, splits: Splits) -> Any:
-    """Return `Scores` in units of the targets."""
+    """Convert `Scores` for standardised targets to the units of the targets."""
     if splits.target_scale is None:
         return scores
     std, log_std = splits.target_scale[1], _log_std(splits)
@@ -71,7 +71,7 @@ def scores_in_units(scores: Any, splits: Splits) -> Any:
 
 
 def calibration_in_units(name: str, fit: dict[str, Any], splits: Splits) -> CalibrationRecord:
-    """Return the calibration of a predictive in units of the targets."""
+    """Return the record of a predictive's calibration, in the units of the targets."""
     if splits.target_scale is None:
         return CalibrationRecord(name, **fit)
     nll = {key: fit[key] + _log_std(splits) for key in fit if key.startswith("nll")}
@@ -83,7 +83,7 @@ def calibration_in_units(name: str, fit: dict[str, Any], splits: Splits) -> Cali
 
 
 def _log_std(splits: Splits) -> float:
-    """Return the difference of an example's NLL between units: log std for each output."""
+    """Return by how much the NLL of an example changes with the unit: log std per output."""
     assert splits.target_scale is not None
     return splits.test[1].shape[-1] * math.log(splits.target_scale[1])
 
@@ -94,7 +94,7 @@ def _in_units(calibration: dict[str, Any], std: float) -> dict[str, Any]:
 
 
 def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:
-    """Return the noise and each tensor's weight decay, with the factor from held-out labels."""
+    """Return noise and weight decay per tensor, including the factor from held-out labels."""
     splits, laplace, learner = setup.splits, outcome.laplace, outcome.learner
     gamma = laplace.effective_parameters()
     delta = laplace.prior_precision.expand(laplace.n_layers)
@@ -102,7 +102,7 @@ def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:
     assert learner is not None
     factors = learner.state.factors(learner.problem)
     learned = learned * learner.state.hyperparameters.groups.per_tensor(factors).to(learned)
-    relative = laplace.likelihood.parameters.get("noise", 1.0)  # of each output
+    relative = laplace.likelihood.parameters.get("noise", 1.0)  # noise of each output over σ
     std = 1.0 if splits.target_scale is None else splits.target_scale[1]
     sigma = (laplace.sigma_noise.double().cpu() * relative * std).reshape(-1).tolist()
     return {
@@ -145,7 +145,7 @@ def learned_results(setup: Setup, outcome: OnlineResult, evaluation: Evaluation)
 def _suspicious(
     outcome: OnlineResult, splits: Splits, calibration: Calibration
 ) -> SuspiciousLabels:
-    """Return the training labels with the highest scores, or why none can be judged.
+    """Return the training labels with the highest scores, or the reason why there are no scores.
 
     If the calibration has label noise, each label has a probability of being wrong.
     """
@@ -155,7 +155,7 @@ def _suspicious(
         p = outcome.training_probabilities.mean().cpu()
     except ValueError as error:
         return SuspiciousLabels(unknown=str(error))
-    # Ignored labels have no prediction for a comparison. For sequences each position is judged.
+    # Omit ignored labels, which have no predictions.
     ignored = splits.targets.ignore_index
     counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
     labels = suspicious_labels(
@@ -163,8 +163,8 @@ def _suspicious(
     )
     examples = []
     for i in range(min(labels.number, MOST_SUSPICIOUS)):
-        # Convert positions among judged labels to positions in the training part, then in the
-        # source.
+        # Convert the index among labels with scores to the index in the training data, and then to
+        # the index in the source.
         position = int(counts[labels.index[i]])
         label, predicted = (
             str(int(k)) if splits.classes is None else splits.classes[int(k)]
@@ -181,7 +181,7 @@ def _suspicious(
 
 @torch.no_grad()
 def _augmentation(model: nn.Module, splits: Splits) -> Augmentation | None:
-    """Return the learned ranges, and some training images after augmentation; None without any."""
+    """Return the learned ranges and some augmented images, or None without augmentation."""
     if not isinstance(model, LearnedAugmentation):
         return None
     ranges = {
@@ -192,7 +192,7 @@ def _augmentation(model: nn.Module, splits: Splits) -> Augmentation | None:
     }
     images = tensors_in(splits.train)[0][:IMAGES_SHOWN].cpu()
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (splits.mean, splits.std))
-    # The network's inputs are normalised, but the pictures are not.
+    # Normalise the images for the network, and revert it for the pictures.
     copies = model.transformed(((images - mean) / std).to(model.ranges.device)).cpu()
     copies = (copies * std + mean).round().clamp(0, 255).to(torch.uint8)
     rows = [

@@ -1,4 +1,4 @@
-"""Check and prepare everything that the trainings of a run share."""
+"""Check and prepare the data, network, options and devices that the trainings of a run share."""
 
 import warnings
 from dataclasses import asdict, dataclass, replace
@@ -37,18 +37,18 @@ NOT_OF_THE_RESULT = [
     "logger",
     "baseline",
 ]
-"""Options of the run that do not affect its results, and may differ when it is resumed."""
+"""Options that do not affect the results of a run. A resumed run may change them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Shared setup of a run's trainings: data, network, options, devices.
+    """Setup that the trainings of a run share: data, network, options, devices.
 
     Args:
         splits: the data, with a validation set if one was held out for calibration.
-        held_out: number of examples held out for calibration; 0 if the validation set is the data's
-            own, or there is none.
-        model: the network that learns; at its initial parameters until it is trained.
+        held_out: number of training examples held out for calibration; 0 if the data has its own
+            validation set, or there is none.
+        model: the network that learns the weight decays, at its initial parameters.
         provenance: the options, and the specifications of this network and the data.
         fabric: a launched Fabric or `OneDevice`: device and precision of the training steps.
         ranks: ranks of the Fabric, each of which has a part of every batch.
@@ -81,7 +81,7 @@ def checked_setup(
     run: RunConfig,
     provenance: Provenance,
 ) -> Setup:
-    """Check the arguments of `marglik.application.runs.train.train` and return the setup.
+    """Check the arguments of `marglik.application.runs.train.train`, and return the setup.
 
     Raises:
         ValueError: options, data and model do not fit together.
@@ -115,7 +115,7 @@ def checked_setup(
     if 2 * examples < number and ranks.rank == 0:
         warnings.warn(
             f"held_out={run.held_out} leaves {examples} of {number} examples for training. The "
-            "other examples are only used for calibration. A tenth is usual.",
+            "other examples are only used for calibration. The usual value is 0.1.",
             stacklevel=2,
         )
     if min(run.batch_size, examples) < ranks.size:
@@ -133,9 +133,9 @@ def checked_setup(
 
 
 def check_test_labels(splits: Splits, likelihood: Likelihood) -> None:
-    """Warn of labels that only the test part has; raise a ValueError if it has no others.
+    """Warn of labels that occur only in the test data; raise a ValueError if all test labels do.
 
-    This applies only if each example has one label. In texts a rare token may occur in one part
+    It checks only data with one label per example. In texts, a rare token may occur in one part
     only.
     """
     parts = [part for part in (splits.train, splits.validation, splits.test) if part is not None]
@@ -151,19 +151,19 @@ def check_test_labels(splits: Splits, likelihood: Likelihood) -> None:
     message = (
         f"{splits.name}: test examples have the label(s) "
         f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}, which no training example "
-        "has. A network cannot learn them. Check that the labels of both parts are numbered "
-        "alike."
+        "has. A network cannot learn them. Check that equal numbers stand for the same class in "
+        "both parts."
     )
     if len(unknown) == len(labels):
-        raise ValueError(f"{message} The test part has no other labels.")
+        raise ValueError(f"{message} The test data has no other labels.")
     warnings.warn(message, stacklevel=3)
 
 
 def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[str]:
-    """Return names of the learned quantities that a plain network lacks.
+    """Return names of the quantities that the run learns, unlike a plain network.
 
     Raises:
-        ValueError: the options would learn nothing, or leave nothing to compare.
+        ValueError: the options learn nothing where they should, or the plain network is the same.
     """
     is_fixed = prior.method == "fixed"
     if is_fixed and run.augmentation == "learned":
@@ -195,12 +195,12 @@ def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[
 def identity_of(setup: Setup, model_name: str) -> dict[str, Any]:
     """Return the identity of a run as plain data: data, network, options.
 
-    SHA-256 sums represent all inputs, labels and initial parameters. A checkpoint can only be
-    resumed by a run with the same identity.
+    SHA-256 sums represent all inputs, labels and initial parameters. Only a run with the same
+    identity can resume a checkpoint.
 
     Args:
         setup: setup with the network at its initial parameters.
-        model_name: name of the network's class.
+        model_name: class name of the network.
     """
     splits, ood = setup.splits, setup.ood_images
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}

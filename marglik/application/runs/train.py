@@ -38,8 +38,8 @@ from marglik.training.loop import OnlineResult, Record
 _logger = logging.getLogger(__name__)
 
 CHEAP_SECONDS, CHEAP_SHARE = 20.0, 0.25
-"""A plain network is trained by default if it takes at most this many seconds, or at most this
-share of the run's time so far."""
+"""Maximum cost of a plain network that is trained by default: seconds, or share of the time of the
+run so far."""
 
 
 def train(
@@ -56,16 +56,16 @@ def train(
 ) -> Results:
     """Train a network and learn its weight decays on images, tokens, graphs, tables or tensors.
 
-    A sequence is one example with a label, and so a loss term, at each position. The objective sums
-    the loss over positions and averages it over examples. Metrics are means over positions, so the
-    NLL is in nats per token.
+    A sequence is one example with a label, and therefore a loss term, at each position. The
+    objective sums the loss over positions and averages it over examples. Metrics are means over
+    positions, so the NLL is in nats per token.
 
-    A run consists of several trainings. Each keeps and evaluates the following:
+    A run may train several networks:
 
-    - "learned": network and posterior. The MAP, the temperature-scaled MAP and the Laplace
-      predictives are evaluated.
+    - "learned": the network that learns the weight decays. The run saves it with its posterior, and
+      evaluates the MAP, the temperature-scaled MAP and the Laplace predictives.
     - "member_1", ...: networks that form an ensemble with the learned network.
-    - "plain": only the metrics of its MAP, and the differences of the learned network from them.
+    - "plain": a network for comparison, of which the run saves only the metrics.
 
     If torchrun starts several processes, they share the work, and the first process writes the
     files.
@@ -77,7 +77,7 @@ def train(
         data: class of the data: images (such as marglik.data.Digits), a table
             (marglik.data.TableFile), any tensors (marglik.data.TensorFile), or your own importable
             class.
-        optimizer: the network's optimiser.
+        optimizer: the optimiser of the network.
         prior: the prior and its updates.
         curvature: the curvature pass.
         predictive: the Laplace predictive of the final evaluation.
@@ -87,12 +87,12 @@ def train(
             "student_t(df=4)" and others, see docs/likelihoods.md.
         run: all other options.
         provenance: the options, and the specifications that build model and data. They are saved
-            with the posterior, so that it can be loaded without them.
+            with the posterior, so that it can be loaded without these arguments.
 
     Raises:
-        ValueError: options, data and model do not fit together, or a resumed run has other options
-            than before; raised before any training.
-        NotImplementedError: a layer has no K-FAC rule; raised before any training.
+        ValueError: before any training, options, data and model do not fit together, or a resumed
+            run has other options than before.
+        NotImplementedError: before any training, a layer has no K-FAC rule.
         FileExistsError: the output folder contains a run or other files.
         OSError: the output folder cannot be written to.
         FloatingPointError: the training diverged.
@@ -112,8 +112,8 @@ def train(
     results, scores, baseline = ranks.gather(finished)[0], None, run.baseline
     is_table = setup.splits.table is not None
 
-    # Earlier trainings come from their checkpoints. Everything else is computed again, with the
-    # same result.
+    # Trainings of an interrupted run continue from their checkpoints. Everything else is computed
+    # again, with the same result.
     if results is None:
         log = _open_folder(folder, learned, setup)
         logger = MetricsLogger(run.logger, folder, identity) if leads and run.logger else None
@@ -125,7 +125,7 @@ def train(
                     writer.write(record)
 
         _, outcome = trainings.train_network(setup, learned, on_record)
-        start += time.perf_counter() - ready - outcome.seconds  # with resumed parts
+        start += time.perf_counter() - ready - outcome.seconds  # with time before a resume
         of_posterior = posterior_results(setup, outcome)  # before the posterior uses held-out data
         trainings.calibrate(setup, outcome.laplace)
         ensemble = trainings.train_ensemble(setup, outcome, members) if members else None
@@ -166,7 +166,7 @@ def train(
 
 
 def _finished_results(folder: Path, identity: dict[str, Any]) -> Results | None:
-    """Return the results in a folder, or None if some work is left.
+    """Return the results in a folder, or None if they are not complete.
 
     Raises:
         ValueError: the results belong to another run, or are damaged.
@@ -178,11 +178,11 @@ def _finished_results(folder: Path, identity: dict[str, Any]) -> Results | None:
 
 
 def _open_folder(folder: Path, learned: Training, setup: Setup) -> RunLog | None:
-    """Create or continue the run's folder; return the log on the first rank.
+    """Create the folder of a run or continue in it, and return the log on the first rank.
 
     Raises:
         FileExistsError: the folder contains a run or other files.
-        ValueError: a checkpoint is damaged or belongs to another run; nothing is changed then.
+        ValueError: a checkpoint is damaged or belongs to another run. Nothing has changed then.
     """
     run, goes_on = setup.run, setup.run.resume and (folder / CHECKPOINT).is_dir()
     if run.resume and learned.checkpoints.exists():
@@ -207,10 +207,10 @@ def _save(setup: Setup, folder: Path, outcome: OnlineResult, ensemble: Ensemble 
 
 
 def _cost_of_plain(setup: Setup, outcome: OnlineResult, so_far: float) -> tuple[bool, str]:
-    """Return whether a plain network costs little compared with the run, and a text without it.
+    """Return whether a plain network costs little, and a text that replaces the verdict.
 
-    It takes as long as the steps of the learned network, which may process several copies of each
-    image.
+    A plain network takes as long as the steps of the learned network, or less if these process
+    several copies of each image.
     """
     model: Any = setup.model
     seconds = sum(record["seconds"] for record in outcome.records if record["kind"] == "epoch")

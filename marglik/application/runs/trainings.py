@@ -1,4 +1,4 @@
-"""The trainings of a run: build, train, calibrate, evaluate and compare networks."""
+"""Build, train, calibrate, evaluate and compare the networks of a run."""
 
 import logging
 import time
@@ -42,15 +42,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """One of the networks that a run trains.
+    """Training of one of the networks of a run.
 
     Args:
         name: "learned", whose weight decays the evidence learns; "member_1" and so on, which replay
             these weight decays; or "plain", with the initial weight decay, without an average and
             without learned noise.
         build: function that returns the network at its initial parameters.
-        seed: seed of all its random numbers.
-        checkpoints: its checkpoints, for a resume.
+        seed: seed of all random numbers of the training.
+        checkpoints: checkpoints of the training, to resume it.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Training:
 
 
 def named_trainings(setup: Setup, folder: Path, identity: dict[str, Any]) -> list[Training]:
-    """Return the trainings: the learned network, the ensemble's members, the plain network.
+    """Return the trainings of the learned network, the members of the ensemble, the plain network.
 
-    ``identity`` is the run's; checkpoints of another run in its folder raise an error.
+    Checkpoints of a run with another ``identity`` in the folder raise an error when they are read.
     """
     model: Any = setup.model
-    # At the initial parameters, and before ranges are learned.
+    # Copy the network at its initial parameters, without a learned augmentation.
     plain_model = deepcopy(model.model if setup.run.augmentation == "learned" else model)
     member = partial(build_from_spec, nn.Module, setup.provenance.model, named=None)
 
@@ -87,13 +87,13 @@ def train_network(
     on_record: Callable[[Record], None] | None = None,
     first: OnlineResult | None = None,
 ) -> tuple[nn.Module, OnlineResult]:
-    """Train a network and its prior, starting from a checkpoint if there is one.
+    """Train a network and its prior, from a checkpoint if there is one.
 
     Args:
         setup: setup of the run.
-        training: the network's training.
-        on_record: function that gets the record of each epoch and update.
-        first: result of the learned training, for a member.
+        training: the training.
+        on_record: function that is called with the record of each epoch and update.
+        first: result of the training of the learned network, for a member.
 
     Raises:
         FloatingPointError: the training diverged.
@@ -131,9 +131,9 @@ def train_network(
 
 
 def calibrate(setup: Setup, laplace: Posterior) -> None:
-    """Calibrate the predictives, then fit the posterior to the held-out examples as well.
+    """Calibrate the predictives, then fit the posterior to all examples, including held-out ones.
 
-    Does nothing without a validation set, or with predictive.calibration none.
+    Without a validation set, or with predictive.calibration none, it does nothing.
     """
     batches, progress = _validation_batches(setup), setup.run.progress
     if batches is None or not setup.predictive.is_calibrated:
@@ -141,16 +141,16 @@ def calibrate(setup: Setup, laplace: Posterior) -> None:
     calibrations_of(laplace, batches, setup.predictive, progress=progress, ranks=setup.ranks)
     if setup.held_out:
         calibrations = laplace.calibrations
-        # One pass over all data, not `override=False`: factors of tensors with two kinds of use
-        # cannot be added.
+        # Make one pass over all data instead of `override=False`, because factors of tensors with
+        # two kinds of use cannot be added.
         size, seed = setup.run.batch_size, setup.run.seed
         parts = _batches(setup, "train", size, seed), _batches(setup, "validation", size)
         laplace.fit(chain(*parts), progress_bar=progress)
-        laplace.calibrations = calibrations  # a little more data changes the posterior little
+        laplace.calibrations = calibrations  # the posterior hardly changes with more data
 
 
 def train_ensemble(setup: Setup, first: OnlineResult, members: Sequence[Training]) -> Ensemble:
-    """Return the ensemble of the learned network (``first``) and members that replay its decays."""
+    """Return the ensemble of the learned network and members that replay its weight decays."""
     models, seconds = [setup.model], first.seconds
     for number, training in enumerate(members, 2):
         _logger.info("training member %d of %d", number, len(members) + 1)
@@ -164,7 +164,7 @@ def train_ensemble(setup: Setup, first: OnlineResult, members: Sequence[Training
 def _calibrated(
     setup: Setup, models: list[nn.Module], likelihood: Likelihood, sigma: float, seconds: float
 ) -> Ensemble:
-    """Return networks that predict together, with fitted temperatures if the run calibrates."""
+    """Return the ensemble of these networks, calibrated if the run calibrates."""
     labels, targets = setup.predictive.labels, setup.splits.targets
     ensemble = Ensemble(models, likelihood, sigma, seconds=seconds, labels=labels)
     batches, progress = _validation_batches(setup), setup.run.progress
@@ -198,9 +198,9 @@ def _evaluated(
 def compare_with_plain(
     setup: Setup, plain: Training, results: Results, scores: ExampleScores, gains: list[str]
 ) -> Results:
-    """Train the plain network, which lacks ``gains``; return the results with the verdict.
+    """Train the plain network, and return the results with the verdict.
 
-    ``results`` and ``scores`` (of `evaluate_learned`) belong to the learned network.
+    The learned network has ``results`` and, by `evaluate_learned`, ``scores``. It learns ``gains``.
     """
     _logger.info("training the plain network for the comparison")
     try:
@@ -212,10 +212,10 @@ def compare_with_plain(
     learner: Any = outcome.learner
     likelihood, sigma = learner.options.likelihood, 1.0
     losses = [record["loss"] for record in outcome.records if record["kind"] == "epoch"]
-    if likelihood.has_sigma:  # from the residuals; the loss is half of σ²
+    if likelihood.has_sigma:  # estimate σ from the residuals: the loss is half of σ²
         y = tensors_in(setup.splits.train)[-1]
         sigma = (2 * losses[-1] / y[0].numel()) ** 0.5
-    if likelihood.to_learn() and not likelihood.has_label_noise:  # as for the learned network
+    if likelihood.to_learn() and not likelihood.has_label_noise:  # the learned network has them too
         size, device = setup.predictive.batch_size, setup.fabric.device
         train = split_batches(setup.splits, "train", size, device=device)
         likelihood, sigma = fitted_to_residuals(likelihood, model, train)
@@ -225,7 +225,7 @@ def compare_with_plain(
         predictives["MAP, temperature-scaled"] = scaled
     evaluation, others = _evaluated(setup, predictives, likelihood)
     changes = {n: differences(scores[n], other) for n, other in others.items() if n in scores}
-    # Both are calibrated if there is data for a calibration.
+    # Compare the calibrated networks if there is data for a calibration.
     first, name = next(iter(results.networks.values())), [*predictives][-1]
     metrics = first.predictives[name].metrics, evaluation.predictives[name].metrics
     num_test = len(tensors_in(setup.splits.test)[-1])
@@ -242,9 +242,9 @@ def compare_with_plain(
 def fitted_to_residuals(
     likelihood: Likelihood, model: nn.Module, batches: Batches
 ) -> tuple[Likelihood, float]:
-    """Return the likelihood with unspecified parameters at their maximum likelihood, and σ.
+    """Return the likelihood with parameters that maximise it on ``batches``, and σ.
 
-    They are fitted to the network's outputs for ``batches``, within a factor of e⁵.
+    Only parameters without a given value change, by at most a factor of e⁵.
     """
     with torch.no_grad(), eval_mode(model):
         outputs = [(outputs_of(model, x).double().cpu(), y.double().cpu()) for x, y in batches]
@@ -263,7 +263,7 @@ def fitted_to_residuals(
     def loss() -> Tensor:
         optimizer.zero_grad()
         at = likelihood.with_parameters(dict(zip(names, moved(), strict=True)))
-        # Per term. A noise in addition to σ is a part of σ, whose normaliser the loss omits.
+        # The loss omits the normaliser of σ. The noise is a factor of σ, so add log noise.
         losses = torch.cat([at.losses(f, y).flatten(0, -2) for f, y in outputs]).sum(-1).mean()
         value = losses + (at.parameters["noise"].log().sum() if at.has_sigma else 0.0)
         value.backward()
@@ -278,7 +278,7 @@ def fitted_to_residuals(
 def compare_with_simple_models(setup: Setup, results: Results, scores: ExampleScores) -> Results:
     """Return the results with scikit-learn's models on the same rows of a table."""
     train, validation = setup.splits.train, setup.splits.validation
-    if setup.held_out and validation is not None:  # the posterior was fitted to these rows, too
+    if setup.held_out and validation is not None:  # the network's posterior uses these rows, too
         train = torch.cat([train[0], validation[0]]), torch.cat([train[1], validation[1]])
     network = [*scores.values()][-1]
     models, changes = evaluate_simple_models(train, setup.splits.test, setup.likelihood, network)
@@ -293,13 +293,13 @@ def compare_with_simple_models(setup: Setup, results: Results, scores: ExampleSc
 
 
 def _validation_batches(setup: Setup) -> Batches | None:
-    """Return batches of the data on which no network is trained; None if there are none."""
+    """Return batches of the validation data; None if there is no validation data."""
     has_some = setup.splits.validation is not None
     return _batches(setup, "validation", setup.predictive.batch_size) if has_some else None
 
 
 def _batches(setup: Setup, split: SplitName, batch_size: int, seed: int = 0) -> Batches:
-    """Return batches of a part of the data; the training part is shuffled and augmented."""
+    """Return batches of a part of the data. Only training data is shuffled and augmented."""
     trains, device, are_images = split == "train", setup.fabric.device, setup.splits.are_images
     return split_batches(
         setup.splits, split, batch_size, shuffle=trains, seed=seed, device=device,

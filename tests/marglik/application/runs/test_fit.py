@@ -56,7 +56,7 @@ def test_a_checkpoint_of_standardised_columns_is_named(fit, tmp_path, capsys):
     path = tmp_path / "table.safetensors"
     save_file(tensors_of(Standardised(MLP(64, (6,), 3), [0.0] * 64, [1.0] * 64)), path)
     message = refusal(capsys, *fit, "--checkpoint", str(path), "--output", str(tmp_path / "out"))
-    assert "belongs to a network in a marglik.models.Standardised" in message
+    assert "belongs to a network within a marglik.models.Standardised" in message
 
 
 def test_what_someone_else_keeps_is_not_overwritten(fit, tmp_path, capsys):
