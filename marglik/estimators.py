@@ -208,7 +208,7 @@ class MarglikClassifier(ClassifierMixin, Estimator):
 
     `fit` sets ``classes_``, ``model_`` (the network, for standardised columns), ``posterior_`` (a
     `marglik.Posterior`), ``weight_decays_`` (name of a parameter tensor -> weight decay) and
-    ``log_marginal_likelihood_`` (nats). The arguments are those of `Estimator`, and:
+    ``log_marginal_likelihood_`` (nats). It has the arguments of `Estimator`, and:
 
     Args:
         likelihood: "classification", or "noisy_classification" if labels may be wrong. With
@@ -273,8 +273,8 @@ class MarglikRegressor(RegressorMixin, Estimator):
     """A network with learned weight decays and learned noise, with Gaussian predictions.
 
     `fit` sets ``model_`` (the network, for standardised columns and targets), ``posterior_``,
-    ``weight_decays_`` and ``log_marginal_likelihood_``, see `MarglikClassifier`. The arguments are
-    those of `Estimator`, and:
+    ``weight_decays_`` and ``log_marginal_likelihood_``, see `MarglikClassifier`. It has the
+    arguments of `Estimator`, and:
 
     Args:
         likelihood: "regression" for one noise of all rows, or "heteroscedastic" for noise that

@@ -85,8 +85,8 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
             posterior.
         likelihood: "classification", "regression", "reward_modeling", or another of
             `kfac_backend.likelihoods`.
-        subset_of_weights: parameters with a posterior: "last_layer", "all" trainable ones, or a
-            "subnetwork". Other parameters are constants.
+        subset_of_weights: parameters with a posterior: "last_layer", "all" (all trainable
+            parameters) or "subnetwork". Other parameters are constants.
         hessian_structure: "kron", or, from Jacobians, "diag", "full" (P, P) and "lowrank".
         arguments: further positional arguments of `ParametricLaplace`, with σ first. The classes
             of laplace-torch for subnetworks and low rank have another order.
@@ -279,7 +279,7 @@ class ParametricLaplace(Posterior):
     def fit(self, train_loader: Iterable[Any], *args: Any, **keywords: Any) -> None:
         """Compute the curvature; see `Posterior.fit` for the arguments.
 
-        ``override=False`` adds the curvature to that of the previous fits. All layers may be
+        ``override=False`` adds the curvature to the curvature of previous fits. All layers may be
         trained in between, as in continual learning; the mean is then the new weights. A last layer
         or a subnetwork must not change in between. Changes of other layers are not detected.
 
@@ -488,7 +488,7 @@ class ParametricLaplace(Posterior):
         linearised. `marglik.maximize_evidence` finds the maximum of the evidence.
 
         Args:
-            pred_type: see a prediction, `predictive`.
+            pred_type: see `predictive`.
             method: "marglik" (Adam on the evidence) or "gridsearch".
             n_steps: number of Adam steps.
             lr: Adam's step size on log δ.
@@ -505,7 +505,10 @@ class ParametricLaplace(Posterior):
             n_samples: see `predictive`.
             verbose: whether to print the final δ.
             progress_bar: whether to show a progress bar.
-            log_prior_prec_base: the base of the grid's logarithms.
+            log_prior_prec_base: base of the logarithms of the grid.
+
+        Raises:
+            ValueError: an option is not supported, or the grid has no ``val_loader``.
         """
         link_approx = _checked_link(pred_type, link_approx)
         check_option("prior_structure", prior_structure, Literal["scalar", "layerwise", "diag"])

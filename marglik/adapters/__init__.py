@@ -1,1 +1,1 @@
-"""Adapters to other libraries. A missing library raises an error that says what to install."""
+"""Adapters to other libraries. If a library is missing, the error has the install command."""

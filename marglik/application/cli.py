@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from kfac_backend.atomic_files import DiskFullError  # imported here, as it imports torch
         from kfac_backend.ranks import RankError
 
-        # Errors whose messages tell users what to do.
+        # Errors whose messages contain a way out for users.
         named = (
             ValueError, TypeError, OSError, ArithmeticError, NotImplementedError, RankError,
             ModuleNotFoundError,

@@ -106,7 +106,7 @@ class LearnedAugmentation(nn.Module):
         return rows.unflatten(0, (N, S))
 
     def _with_ranges(self) -> Iterator[tuple[Transform, Tensor, int]]:
-        """Yield each transform, its ranges, and the number of earlier ones."""
+        """Yield each transform, its ranges, and the number of earlier ranges."""
         start = 0
         for transform in self.transforms:
             yield transform, self.ranges[start : start + len(transform.names)], start

@@ -113,7 +113,7 @@ class MarginalLikelihood(Callback):
                 "PriorLearner in your own training loop (kfac_backend.sharding.gathered_state)."
             )
         _loader_and_keys(trainer)
-        self._inputs, self._other = None, []  # discard those of a run that an exception ended
+        self._inputs, self._other = None, []  # discard the state of a run with an exception
 
     def _network_of(self, pl_module: LightningModule) -> Any:
         return pl_module if self._network is None else getattr(pl_module, self._network, None)
@@ -312,7 +312,7 @@ class MarginalLikelihood(Callback):
 
 
 def _loader_and_keys(trainer: Trainer) -> tuple[Any, list[Any]]:
-    """Return the current dataloader, and the keys of its batches in a training step's batch."""
+    """Return the current dataloader, and the keys of its batch in the batch of a training step."""
     loader, keys = trainer.train_dataloader, []
     while isinstance(loader, dict | list | tuple):
         if len(loader) != 1:
@@ -325,7 +325,7 @@ def _loader_and_keys(trainer: Trainer) -> tuple[Any, list[Any]]:
 
 
 def _prepared(trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[Any, Any]:
-    """Return a step's batch after the trainer's transfer hooks, and the loader's part of it."""
+    """Return a batch of a training step after the transfer hooks, and the dataloader's part."""
     keys = _loader_and_keys(trainer)[1]
     for key in reversed(keys):
         batch = [batch] if key == 0 else {key: batch}

@@ -1,4 +1,4 @@
-"""Networks for classification in which every layer has a K-FAC rule."""
+"""Networks for classification. All of their layers have a K-FAC rule."""
 
 from marglik.models.small import MLP, LeNet, Standardised
 from marglik.models.wide_resnet_fixup import WideResNetFixup

@@ -38,13 +38,16 @@ class Ensemble:
     For regression it is the Gaussian with the mean and the variance of the mixture of N(f_k, σ²).
 
     Args:
-        models: the networks, of one architecture.
+        models: the networks, with the same architecture.
         likelihood: likelihood of the targets given the outputs.
         sigma_noise: σ of regression, in the unit of the targets.
         calibration: numbers that `calibrate` fits: τ, by which all outputs are divided; ε; and σ,
             which replaces ``sigma_noise``.
         seconds: training time of all members; 0 if it is unknown.
         labels: kind of the predicted label, see `PredictiveConfig`.
+
+    Raises:
+        ValueError: there is no network, or σ is not positive.
     """
 
     def __init__(

@@ -146,6 +146,9 @@ class PredictiveConfig:
 
     For sequences, the covariance at each of R positions takes R·C backward passes per example. Use
     method linearised for sequences, or only the last layer.
+
+    Raises:
+        ValueError: an option is not supported.
     """
 
     method: PredictiveMethod = "probit"
@@ -247,6 +250,9 @@ def map_predictive(
         sigma_noise: σ of regression, in the unit of the targets.
         output_temperature: τ > 0, by which outputs are divided (temperature scaling).
         label_noise: ε of the predicted labels; 0 predicts the true class.
+
+    Raises:
+        ValueError: σ or τ is not positive; or in a prediction, outputs are not finite.
     """
     check_module(model)
     likelihood = likelihood_of(likelihood)

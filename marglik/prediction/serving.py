@@ -86,7 +86,7 @@ class PredictiveModule(nn.Module):
         return super().train(False)
 
     def forward(self, x: Any = None, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Return mean and variance; the arguments are those of the network's forward."""
+        """Return mean and variance for the arguments of the network's forward."""
         args = (*more,) if x is None else (x, *more)
         f = at_least_float32(cast("Tensor", logits_of(self.model(*args, **named))))
         temperature = self.calibration.output_temperature

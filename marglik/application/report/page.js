@@ -1,11 +1,11 @@
-// Draws the charts from the JSON beside them.
+// Draw the charts from the JSON next to them.
 "use strict";
 (() => {
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const touch = matchMedia("(any-pointer: coarse)").matches;
   const narrow = () => innerWidth < 600;
 
-  // Colours of the light theme: in the dark one, the style sheet inverts the charts.
+  // Colours of the light theme. The style sheet inverts the charts for the dark theme.
   const [text, muted, line, grid] = ["#1a1d23", "#575d69", "#d5d9e0", "#e8eaee"];
   const axis = {
     gridcolor: grid,
@@ -16,7 +16,7 @@
     ticks: "outside",
     ticklen: 4,
     automargin: true,
-    fixedrange: touch, // a finger that drags wants to scroll the page
+    fixedrange: touch, // dragging a finger must scroll the page
     spikecolor: muted,
     spikethickness: 1,
     spikedash: "solid",
@@ -27,8 +27,8 @@
     layout: {
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
-      // On the left as wide as most labels of an axis: otherwise their width and the number of
-      // lines of the legend change each other, and Plotly gives up with a warning.
+      // The left margin fits most axis labels. Otherwise the width of the labels and the number of
+      // lines of the legend would change each other, and Plotly would stop with a warning.
       margin: { l: 68, r: 12, t: 8, b: 8 },
       dragmode: false,
       font: { color: muted, family, size: 12 },
@@ -61,7 +61,7 @@
     const layout = { ...figure.layout, template };
     if (narrow() && layout.showlegend) layout.height += Math.min(120, 16 * figure.data.length);
     await Plotly.newPlot(plot, figure.data, layout, config);
-    // The table below has the data in words; the buttons stay reachable.
+    // Hide the drawing from screen readers, which read the table below. Buttons stay reachable.
     plot.querySelectorAll("svg.main-svg").forEach((svg) => svg.setAttribute("aria-hidden", "true"));
   };
   const loadPlotly = async () => {
@@ -81,18 +81,18 @@
     }
     for (const plot of plots) {
       await draw(plot);
-      await new Promise((resume) => setTimeout(resume)); // the reader scrolls already
+      await new Promise((resume) => setTimeout(resume)); // let the browser scroll between charts
     }
     performance.mark("drawn");
     document.documentElement.dataset.drawn = "all";
   };
   start();
 
-  // Paper has another width, and the browser lays it out without a resize event.
+  // Resize for printing: paper has another width, and browsers send no resize event.
   const resize = () => plots.forEach((plot) => Plotly.Plots.resize(plot));
   matchMedia("print").addEventListener("change", resize);
 
-  // The table of contents marks the section that is read.
+  // Mark the section in view in the table of contents.
   const links = new Map(
     [...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]),
   );

@@ -1,9 +1,9 @@
-// Before the page is drawn: the theme that the reader chose last time, if the browser remembers.
+// Set the theme that the reader chose last time, before the page is drawn.
 "use strict";
 (() => {
   const KEY = "marglik-report-theme";
   const root = document.documentElement;
-  // Storage may be forbidden (private windows, file:// in some browsers); then nothing is remembered.
+  // Browsers may forbid storage (private windows, file:// in some). The choice is then not stored.
   const remembered = () => {
     try {
       return localStorage.getItem(KEY);
@@ -15,7 +15,7 @@
     try {
       localStorage.setItem(KEY, theme);
     } catch {
-      // Chosen for this visit alone.
+      // The choice is only for this visit.
     }
   };
   const dark = matchMedia("(prefers-color-scheme: dark)");

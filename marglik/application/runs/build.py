@@ -1,4 +1,4 @@
-"""Prepare what the commands share: devices, ranks, networks, and checks that they fit the data."""
+"""Prepare devices, ranks and networks for the commands, and check that networks fit the data."""
 
 import logging
 import os

@@ -60,8 +60,8 @@ class PriorConfig(Schedule):
             It also does so in the last update if an exact pass would take longer than a tenth of
             the training. pass uses all data in each update, with the options of curvature.
         correct_decays: whether the validation labels correct the weight decays of a classifier. Use
-            it for data with wrong labels that the network memorises. docs/weight-decay.md shows for
-            which data it helps and for which it harms.
+            it for data with wrong labels that the network memorises. See docs/weight-decay.md for
+            data where it helps and where it harms.
     """
 
     weight_decay: float = WEIGHT_DECAY

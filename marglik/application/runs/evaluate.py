@@ -156,7 +156,7 @@ def _calibrate(
 
 
 def saved_object(path: str, passed: Any, record: dict[str, Any], key: str, kind: Any) -> Any:
-    """Return the passed network or data, or the one that the record of a folder specifies.
+    """Return a passed network or data set, otherwise build it from the record of the folder.
 
     If the name of a class is passed and the record has the same class, it gets the arguments in the
     record.

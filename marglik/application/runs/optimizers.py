@@ -28,8 +28,8 @@ class OptimizerConfig:
     """Optimiser of the network, and its learning rate.
 
     It has no weight decay, because the gradient of the objective includes the gradient of the
-    prior. AdamW's decoupled weight decay would not lead to the maximum of the log joint, at which
-    the Laplace approximation is made.
+    prior. AdamW's decoupled weight decay would not lead to the maximum of the log joint, where the
+    Laplace approximation is computed.
 
     Args:
         name: optimiser. kfac is SGD on gradients that are preconditioned by K-FAC, with the mode

@@ -65,7 +65,7 @@ def train(
     - "learned": the network that learns the weight decays. The run saves it with its posterior, and
       evaluates the MAP, the temperature-scaled MAP and the Laplace predictives.
     - "member_1", ...: networks that form an ensemble with the learned network.
-    - "plain": a network for comparison, of which the run saves only the metrics.
+    - "plain": a network for comparison. The run saves only its metrics.
 
     If torchrun starts several processes, they share the work, and the first process writes the
     files.

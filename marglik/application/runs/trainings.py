@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """Training of one of the networks of a run.
+    """Training of one network of a run.
 
     Args:
         name: "learned", whose weight decays the evidence learns; "member_1" and so on, which replay
