@@ -115,7 +115,7 @@ def test_the_command_line_page_has_the_options_of_each_command(generator):
 
 @pytest.mark.slow
 def test_a_notebook_runs(generator, tmp_path):
-    """With a kernel of its own; `tests/examples` runs the code of each example."""
+    """With a kernel of its own; `tests/examples` runs all notebooks."""
     import nbformat
     from nbclient import NotebookClient
 

@@ -114,3 +114,23 @@ def test_example_runs(name, tmp_path):
         assert set(rows) == {"MAP", "MAP, temperature", "Laplace", "Laplace, calibrated"}
         assert all(0 < float(nll) < 2 for nll in rows.values())
         assert re.search(r"(\d+) KiB, the network (\d+) KiB: True", printed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHOWN)
+def test_notebook_runs(name, tmp_path, monkeypatch):
+    """In a kernel of its own, as a reader runs it."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    skip_unless_installed(name)
+    for variable, value in {"OMP_NUM_THREADS": "1", "SEEDS": "1", "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("MARGLIK_DATA", raising=False)
+    content = nbformat.read(EXAMPLES / f"notebooks/{name}.ipynb", as_version=4)
+    nbformat.validate(content)
+    kernel = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(content, timeout=600, kernel_name="python3", resources=kernel).execute()
+    printed = json.dumps([cell.get("outputs") for cell in content.cells], ensure_ascii=False)
+    assert [words for words in SHOWN[name] if words not in printed] == [], printed
+    assert "image/png" in printed or name in WITHOUT_FIGURE
