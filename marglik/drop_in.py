@@ -97,7 +97,7 @@ def marglik_training(
         prior_structure: "layerwise" for one precision per parameter tensor, or "scalar" for one.
         n_epochs_burnin: no update before the end of this epoch.
         n_hypersteps: number of hyperparameter steps per update.
-        marglik_frequency: number of epochs between updates. None makes twenty updates.
+        marglik_frequency: epochs between updates. None spreads twenty updates over the epochs.
         prior_prec_init: initial prior precision δ, which includes N. None corresponds to a weight
             decay of 5e-4.
         sigma_noise_init: initial noise σ of regression, in the unit of the targets.

@@ -328,7 +328,7 @@ class MarglikRegressor(RegressorMixin, Estimator):
         return mean, std * self.target_scaler_.scale_[0]
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
-        """Return ends (N,) of central intervals that contain new targets with probability level."""
+        """Return ends (N,) of central intervals that contain targets with probability ``level``."""
         if not 0 < level < 1:
             raise ValueError(f"level={level} is not supported. Pass a number between 0 and 1.")
         mean, std = self.predict(X, return_std=True)

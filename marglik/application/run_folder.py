@@ -150,7 +150,6 @@ def _is_of_run(folder: Path) -> bool:
 
 
 def _has_record(folder: Path) -> bool:
-    """Return whether a folder has a record of marglik."""
     for name in RECORDS:
         with suppress(OSError, ValueError, TypeError, KeyError):
             record = parse_json((folder / name).read_bytes()) if (folder / name).is_file() else {}

@@ -71,8 +71,8 @@ def acquire(
 
     Args:
         source: the posterior, or a predictive such as an `Ensemble` or ``map_predictive(model)``.
-            The mutual information of a predictive is its epistemic uncertainty. `acquire` ignores
-            the calibration by `calibrate`, because it removes epistemic uncertainty.
+            The mutual information of a predictive is its epistemic uncertainty. It is computed
+            without the calibration by `calibrate`, which removes epistemic uncertainty.
         pool: the inputs: a tensor, an array or a mapping of tensors with M examples; or a loader
             with a fixed order, whose batches are inputs, or tuples that begin with the inputs.
         number: number of inputs to choose.

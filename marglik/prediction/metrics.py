@@ -227,9 +227,9 @@ def confidence_threshold(
 
     The method is fixed-sequence testing (Angelopoulos et al. 2021, arXiv:2110.01052, section 4). It
     tests groups of the most confident answers, from small to large, by the bound of Clopper and
-    Pearson, until one test fails. Each test may then use the whole 1 - level. The m-th group is the
-    smallest group that may contain m mistakes. With much data, the first group may contain up to
-    three mistakes, so that an early mistake does not end the sequence.
+    Pearson, until one test fails. The tests then need not share the error probability 1 - level.
+    The m-th group is the smallest group that may contain m mistakes. With much data, the first
+    group may contain up to three mistakes, so that an early mistake does not end the sequence.
 
     Args:
         confidence: confidences (N,) of held-out answers; higher is more confident.

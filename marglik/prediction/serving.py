@@ -163,7 +163,7 @@ def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _of_outputs(Q_B: Tensor | None, inverse: Tensor) -> Tensor:
-    """Return variances of the outputs, Σ_i (Q_B)_ci² inverse_i, from those in the eigenbasis."""
+    """Return Σ_i (Q_B)_ci² inverse_i: output variances from variances in the eigenbasis."""
     return inverse if Q_B is None else Q_B.square() @ inverse
 
 

@@ -167,7 +167,6 @@ def _columns(
     encoding: TableEncoding,
     scale: list[float] | None,
 ) -> dict[str, Any]:
-    """Return the columns of the output."""
     if encoding.classes is not None and likelihood.kind == "classes":
         most = prediction.mean.argmax(1).tolist()
         probabilities = zip(encoding.classes, prediction.mean.T.tolist(), strict=True)
