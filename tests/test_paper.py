@@ -353,7 +353,8 @@ def test_numbers_of_the_reasons_are_those_of_the_json():
         f"our expand takes {limit['ours, expand, exact']:.2f} times the time of the passes alone. "
         f"Our reduce takes {limit['ours, reduce, exact']:.2f} times this time.",
         f"in ASDL takes {limit['asdl, expand, exact']:.2f} times the time of the passes alone",
-        f"reduce takes {100 * share[0]:.0f} % of the time of expand. With an update every five "
-        f"epochs, it takes {100 * share[1]:.0f} % of the time of expand for a whole training",
+        f"For an update, reduce takes {100 * share[0]:.0f} % of the time of expand.",
+        "A whole training with an update every five epochs takes "
+        f"{100 * share[1]:.0f} % of the time with expand.",
     ):
         assert sentence in text, sentence
