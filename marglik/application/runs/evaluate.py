@@ -64,8 +64,8 @@ def evaluate_run(
         model: class of the network. Name the class if it is your own, because the folder alone must
             not choose the code that runs. Without options, the network gets the options stored in
             the folder. Name pretrained weights with their option.
-        data: class of the data. null selects the test split of the training data. Of other data,
-            all examples are evaluated, or the test split of a class with one, such as ImageFolder.
+        data: class of the data. null selects the test split of the training data. For other data,
+            all examples are evaluated, or the test split if the class has one, as ImageFolder does.
             Name data in files with their options, because the folder alone must not choose the
             files that are read or downloaded.
         methods: list of predictive methods to evaluate one after the other. [] evaluates only the
