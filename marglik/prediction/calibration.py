@@ -4,7 +4,7 @@ At temperature 1 the Laplace posterior is too wide for clean labels, and the net
 over- or underconfident. Two numbers correct both. The covariance of the outputs is multiplied by s
 ≥ 0, and outputs are divided by τ > 0:
 
-    p(y|x) = ∫ p(y | (f + √s V^½ ε) / τ) N(ε; 0, I) dε,    V = J Σ Jᵀ.
+    p(y|x) = ∫ p(y | (f + √s V^½ z) / τ) N(z; 0, I) dz,    V = J Σ Jᵀ.
 
 s = 0 is temperature scaling of the MAP (Guo et al. 2017, arXiv:1706.04599), and s = τ = 1 is the
 plain Laplace predictive. In regression σ replaces τ: p(y|x) = N(f, s V + σ²). Outputs and
