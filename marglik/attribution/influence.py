@@ -87,7 +87,9 @@ def influence(
             "log_odds" (log p/(1 − p) of the label). Or a function of outputs (q, ..., C) and
             targets that returns one number for each example (q,).
         curvature: "exact" uses the exact blocks of the GGN and stores the inputs and output
-            gradients of all training examples. "ekfac" uses the eigenvalue-corrected blocks of the
+            gradients of all training examples, also if a learner fitted the posterior with random
+            signs. For a posterior with fisher="mc" or "empirical" they are the blocks of this
+            matrix. "ekfac" uses the eigenvalue-corrected blocks of the
             posterior's factors, and "kfac" the plain ones.
         blocks: "tensor" for one block per parameter tensor; "layer" for one block of all tensors of
             a module, such as weight and bias (only for "exact").
@@ -134,9 +136,10 @@ def influence(
         rows = None
         if curvature == "exact":
             rows = _Rows(spectra)
-            driver.start(rows)
-            driver.add_all(train, "Rows of the exact blocks", progress)
-            driver.finish()
+            of_rows = _driver(posterior, exact=True)
+            of_rows.start(rows)
+            of_rows.add_all(train, "Rows of the exact blocks", progress)
+            of_rows.finish()
         scores = []
         for gradients in _query_gradients(driver, spectra, queries, measure, progress):
             if rows is None:
@@ -202,13 +205,22 @@ def _spectra(
     return spectra, delta, scale
 
 
-def _driver(posterior: Posterior) -> Driver:
-    """Return a driver over the parameters with a posterior, on this process alone."""
+def _driver(posterior: Posterior, exact: bool = False) -> Driver:
+    """Return a driver over the parameters with a posterior, on this process alone.
+
+    Args:
+        posterior: the fitted posterior.
+        exact: whether to use all vectors of the GGN in place of random signs, with which learners
+            estimate a curvature whose exact pass would take long.
+    """
     sizes = {name: block.numel for name, block in posterior.fitted_factors().blocks.items()}
+    options = posterior.options.replace(kfac_approx="expand")
+    if exact and options.fisher == "random_signs":
+        options = options.replace(fisher="exact")
     return Driver(
         posterior.model,
         posterior.likelihood,
-        posterior.options.replace(kfac_approx="expand"),
+        options,
         generator=posterior.generator,
         process_group=None,
         assignment=assignment_of_blocks(posterior.model, sizes),

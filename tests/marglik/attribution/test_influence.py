@@ -166,10 +166,10 @@ def images():
     return model.double().eval(), normal(6, 1, 3, 3)
 
 
-def classes():
+def classes(**options):
     """A posterior of a small network for classes, its batch, and the gradients by cotangent."""
     model, x = images()
-    posterior, batch = fitted(model, x, "classification")
+    posterior, batch = fitted(model, x, "classification", **options)
     f = model(x).detach()
     p = f.softmax(1)
     return posterior, batch, f, p, torch.diag_embed(p) - p[:, :, None] * p[:, None]
@@ -228,6 +228,19 @@ def test_measurements():
         influence(posterior, [(x, y)], [(x, y)], measurement=lambda f, y: f)
     with pytest.raises(ValueError, match="measurement='margins' is not supported"):
         influence(posterior, [(x, y)], [(x, y)], measurement="margins")
+
+
+def test_exact_blocks_of_a_posterior_from_random_signs():
+    """Learners estimate curvature with random signs. The exact blocks are exact nevertheless."""
+    of_signs, batch, *_ = classes(fisher="random_signs")
+    of_exact, *_ = classes()
+    scores = [
+        influence(posterior, [batch], [batch], curvature=curvature)
+        for curvature in ("exact", "ekfac")
+        for posterior in (of_signs, of_exact)
+    ]
+    assert relative(scores[0], scores[1]) < 1e-7
+    assert relative(scores[2], scores[3]) > 0.01  # the control
 
 
 def test_several_terms_of_which_some_do_not_count():
