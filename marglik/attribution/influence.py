@@ -42,11 +42,13 @@ from marglik.posterior.posterior import Posterior
 
 InfluenceCurvature = Literal["exact", "ekfac", "kfac"]
 Blocks = Literal["layer", "tensor"]
-Damping = Literal["evidence", "relative"] | float
+Damping = Literal["auto", "evidence", "relative"] | float
 Measurement = Literal["loss", "margin", "log_odds"] | Callable[[Tensor, Tensor], Tensor]
 Gradients = dict[str, Tensor]
 """Maps a parameter's name to gradients (Q, P), flattened as PyTorch flattens the parameter."""
 
+AUTO_OF_REGRESSION = 3.0
+"""Multiple of δ that damping="auto" uses for regression."""
 RELATIVE = 0.1
 """Share of a tensor's mean eigenvalue that damping="relative" uses."""
 QUERY_BYTES = 2**30
@@ -66,8 +68,8 @@ def influence(
     *,
     measurement: Measurement = "loss",
     curvature: InfluenceCurvature = "exact",
-    blocks: Blocks = "tensor",
-    damping: Damping = "evidence",
+    blocks: Blocks | None = None,
+    damping: Damping = "auto",
     progress: bool = False,
 ) -> Float[Tensor, "Q N"]:
     """Return scores τ(q, n): the change of query q's measurement without training example n.
@@ -75,7 +77,13 @@ def influence(
     A training example with a large positive τ for the loss of q supports the label of q: without
     it, the loss rises. The columns follow the order of ``train``. ``scores.topk(5)`` has the five
     most helpful examples of each query. The score is exact for a quadratic loss up to the leverage
-    h_n of example n: the true change is τ / (1 − h_n).
+    h_n of example n: the true change is τ / (1 − h_n). This holds for damping="evidence".
+
+    Scores are often summed over many examples that are left out together. Without half of the
+    examples the precision is H/2 + δ = (H + 2 δ)/2 for a Gaussian likelihood, so a damping above δ
+    is better: 3 δ in the experiments. The curvature of a classifier does not halve. With less data
+    its predictions are less certain, which increases the curvature of each example, and δ is better
+    (measured, see `experiments.attribution`).
 
     Args:
         posterior: the fitted posterior, at the network's weights.
@@ -91,11 +99,13 @@ def influence(
             signs. For a posterior with fisher="mc" or "empirical" they are the blocks of this
             matrix. "ekfac" uses the eigenvalue-corrected blocks of the
             posterior's factors, and "kfac" the plain ones.
-        blocks: "tensor" for one block per parameter tensor; "layer" for one block of all tensors of
-            a module, such as weight and bias (only for "exact").
-        damping: "evidence" uses the posterior's prior precision δ of each tensor. "relative" uses
-            0.1 times the mean eigenvalue of each tensor's block instead. A number replaces δ by
-            this precision for all tensors; it has the scale of δ, for a sum over the data.
+        blocks: "layer" for one block of all tensors of a module, such as weight and bias (only for
+            "exact"); "tensor" for one block per parameter tensor. None uses "layer" for "exact" and
+            "tensor" for the others.
+        damping: "evidence" uses the posterior's prior precision δ of each tensor. "auto" does so,
+            too, but uses 3 δ for regression, see below. "relative" uses 0.1 times the mean
+            eigenvalue of each tensor's block instead. A number replaces δ by this precision for all
+            tensors; it has the scale of δ, for a sum over the data.
         progress: whether to show progress bars.
 
     Returns:
@@ -112,9 +122,11 @@ def influence(
         MemoryError: exact blocks of more than 4 GiB of rows.
     """
     check_option("curvature", curvature, InfluenceCurvature)
+    if blocks is None:
+        blocks = "layer" if curvature == "exact" else "tensor"
     check_option("blocks", blocks, Blocks)
     if isinstance(damping, str):
-        check_option("damping", damping, Literal["evidence", "relative"])
+        check_option("damping", damping, Literal["auto", "evidence", "relative"])
     else:
         check_positive("damping", damping)
     if blocks == "layer" and curvature != "exact":
@@ -199,6 +211,8 @@ def _spectra(
         scaled = block.scale(scale)
         if damping == "relative":
             own = RELATIVE * float(scaled.spectrum().mean())
+        elif damping == "auto":
+            own *= AUTO_OF_REGRESSION if posterior.likelihood.has_sigma else 1.0
         elif damping != "evidence":
             own = float(damping)
         spectra[name], delta[name] = (scaled, scaled.spectrum(own)), own

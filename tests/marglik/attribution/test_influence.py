@@ -37,19 +37,26 @@ def fitted(model, x, likelihood="regression", **options):
     return posterior, batch
 
 
-def gradients_of(posterior, x, cotangent):
-    """Σ over outputs of cotangent · Jacobian, (N, P) of each parameter, by Jacobians."""
+def jacobians_of(posterior, x, N):
+    """Jacobians (N, T, P) of each parameter."""
     values = dict(posterior.model.named_parameters())
     parameters = {name: values[name].detach() for name in posterior.factors.blocks}
     # Of a copy: functional_call leaves a layer with two names without its parameters.
     model = deepcopy(posterior.model)
     outputs = lambda p: functional_call(model, p, (x,))  # noqa: E731
     jacobians = oracles.jacobian_of(outputs, parameters, oracles.packs(posterior.model))
-    N, v = len(cotangent), cotangent.flatten(1)
-    return {
-        name: torch.einsum("nt,ntp->np", v, J.reshape(N, v.shape[1], -1))
-        for name, J in jacobians.items()
-    }
+    sizes = {name: len(p.flatten()) for name, p in parameters.items()}
+    return {name: J.reshape(N, -1, sizes[name]) for name, J in jacobians.items()}
+
+
+def gradients_of(posterior, x, cotangent):
+    """Σ over outputs of cotangent · Jacobian, (N, P) of each parameter, by Jacobians."""
+    return contracted(cotangent, jacobians_of(posterior, x, len(cotangent)))
+
+
+def contracted(cotangent, jacobians):
+    v = cotangent.flatten(1)
+    return {name: torch.einsum("nt,ntp->np", v, J) for name, J in jacobians.items()}
 
 
 def scores_of(of_queries, of_train, precisions):
@@ -74,31 +81,45 @@ def relative(found, expected):
 
 
 def of_regression(name):
-    """A posterior of a case, the exact blocks, and the gradients of all losses at σ and T."""
+    """A posterior of a case, its batch, the exact blocks, gradients of all losses, Jacobians."""
     model, x = case(name)
     posterior, batch = fitted(model, x)
     inputs = batch if isinstance(x, Mapping) else x
     exact = oracles.ggn_blocks(model, lambda run: run(inputs), "regression")
     f = model(x).detach()
     y = batch["labels"] if isinstance(x, Mapping) else batch[1]
-    return posterior, batch, exact, gradients_of(posterior, inputs, f - y)
+    jacobians = jacobians_of(posterior, inputs, len(f))
+    return posterior, batch, exact, contracted(f - y, jacobians), jacobians
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "no rule"])
 def test_exact_blocks_of_every_layer(name):
-    """By the dense GGN of each tensor: tied, packed, masked, padded, recurrent and all others."""
-    posterior, batch, exact, gradients = of_regression(name)
+    """By the dense GGN of each tensor: tied, packed, masked, padded, recurrent and all others.
+
+    The default has one block for all tensors of a module, and 3 δ for regression.
+    """
+    posterior, batch, exact, gradients, jacobians = of_regression(name)
     scale = 1 / (SIGMA**2 * TEMPERATURE)
     of_queries = {name: g / SIGMA**2 for name, g in gradients.items()}
     of_train = {name: g * scale for name, g in gradients.items()}
     precisions = dense_precisions(posterior, exact, scale)
     expected = scores_of(of_queries, of_train, precisions)
-    found = influence(posterior, [batch], [batch])
+    found = influence(posterior, [batch], [batch], blocks="tensor", damping="evidence")
     assert found.dtype == torch.float64
     assert relative(found, expected) < 1e-7
     # The control: without the curvature they are others.
     flat = {name: torch.eye(len(M)).double() for name, M in precisions.items()}
     assert relative(found, scores_of(of_queries, of_train, flat)) > 0.1
+    modules, precisions = {}, {}
+    for tensor in exact:
+        modules.setdefault(tensor.rpartition(".")[0], []).append(tensor)
+    delta = dict(zip(exact, posterior.prior_precision, strict=True))
+    for tensors in modules.values():
+        J = torch.cat([jacobians[tensor] for tensor in tensors], 2).flatten(0, 1)
+        P = torch.cat([3 * delta[t].expand(jacobians[t].shape[2]) for t in tensors])
+        precisions[" ".join(tensors)] = scale * J.T @ J + torch.diag(P)
+    found = influence(posterior, [batch], [batch])
+    assert relative(found, scores_of(of_queries, of_train, precisions)) < 1e-6
 
 
 KINDS = ("Linear, two shared axes", "Conv1d", "Embedding of grids", "language model", "attention")
@@ -107,7 +128,7 @@ KINDS = ("Linear, two shared axes", "Conv1d", "Embedding of grids", "language mo
 @pytest.mark.parametrize("name", KINDS)
 def test_other_curvatures_and_blocks(name):
     """K-FAC, EKFAC, whole modules, and each damping; all differ from each other."""
-    posterior, batch, exact, gradients = of_regression(name)
+    posterior, batch, exact, gradients, _ = of_regression(name)
     scale = 1 / (SIGMA**2 * TEMPERATURE)
     of_queries = {name: g / SIGMA**2 for name, g in gradients.items()}
     of_train = {name: g * scale for name, g in gradients.items()}
@@ -133,7 +154,9 @@ def test_other_curvatures_and_blocks(name):
                     own = 0.1 * H.trace() / len(H) if damping == "relative" else damping
                     precisions[block_name] = H + own * torch.eye(len(H))
             expected = scores_of(of_queries, of_train, precisions)
-            found = influence(posterior, [batch], [batch], curvature=curvature, damping=damping)
+            found = influence(
+                posterior, [batch], [batch], curvature=curvature, blocks="tensor", damping=damping
+            )
             assert relative(found, expected) < 1e-6, (curvature, damping)
             results.append(found)
     distances = [relative(a, b) for i, a in enumerate(results) for b in results[:i]]
@@ -192,7 +215,7 @@ def test_blocks_of_modules():
     expected = scores_of(gradients, of_train, precisions)
     found = influence(posterior, [(x, y)], [(x, y)], blocks="layer")
     assert relative(found, expected) < 1e-7
-    tensors = influence(posterior, [(x, y)], [(x, y)])
+    tensors = influence(posterior, [(x, y)], [(x, y)], blocks="tensor")
     assert relative(tensors, expected) > 0.02
     parts = DataLoader(TensorDataset(x, y), 4)
     again = influence(posterior, parts, [(x[:1], y[:1]), (x[1:], y[1:])], blocks="layer")
@@ -216,7 +239,7 @@ def test_measurements():
     results = []
     for measurement, cotangent in cotangents.items():
         expected = scores_of(gradients_of(posterior, x, cotangent), of_train, precisions)
-        found = influence(posterior, [(x, y)], [(x, y)], measurement=measurement)
+        found = influence(posterior, [(x, y)], [(x, y)], measurement=measurement, blocks="tensor")
         assert relative(found, expected) < 1e-6, measurement
         results.append(found)
     # log p/(1 − p) of the label is log_odds; and the margin is neither.
@@ -259,7 +282,7 @@ def test_several_terms_of_which_some_do_not_count():
     gradients = gradients_of(posterior, x, cotangent)
     exact = oracles.ggn_blocks(model, lambda run: run(x), "classification", y < 0)
     precisions = {name: H + 0.5 * torch.eye(len(H)) for name, H in exact.items()}
-    found = influence(posterior, [(x, y)], [(x, y)])
+    found = influence(posterior, [(x, y)], [(x, y)], blocks="tensor")
     assert relative(found, scores_of(gradients, gradients, precisions)) < 1e-7
     with pytest.raises(ValueError, match=r"outputs \(N, C\)"):
         influence(posterior, [(x, y)], [(x, y)], measurement="margin")
@@ -291,13 +314,14 @@ def test_leaving_one_out_of_a_quadratic_loss():
     )
     batch = [(queries, torch.zeros(5, 1))]
     output = lambda f, y: f[:, 0]  # noqa: E731
-    tau = influence(posterior, batch, [(x, y)], measurement=output, blocks="layer")
+    options = {"measurement": output, "damping": "evidence"}
+    tau = influence(posterior, batch, [(x, y)], **options)
     leverage = (X @ torch.linalg.inv(H) * X).sum(1) / SIGMA**2
     assert_close(tau / (1 - leverage), changes, rtol=1e-6, atol=1e-9)
     # The controls: weight and bias apart, and another damping.
-    by_tensor = influence(posterior, batch, [(x, y)], measurement=output)
+    by_tensor = influence(posterior, batch, [(x, y)], blocks="tensor", **options)
     assert relative(by_tensor / (1 - leverage), changes) > 0.02
-    damped = influence(posterior, batch, [(x, y)], measurement=output, blocks="layer", damping=5.0)
+    damped = influence(posterior, batch, [(x, y)], measurement=output, damping=5.0)
     assert relative(damped / (1 - leverage), changes) > 0.1
 
 
@@ -329,7 +353,7 @@ def test_weighing_one_less_in_logistic_regression():
         model.bias.copy_(theta[4:])
     posterior = Posterior(model, "classification", prior_precision=delta)
     posterior.fit([(x, y)])
-    tau = influence(posterior, [(queries, labels)], [(x, y)], blocks="layer")
+    tau = influence(posterior, [(queries, labels)], [(x, y)])
     step = 1e-4
     for n in range(N):
         less, more = (
