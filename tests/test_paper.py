@@ -351,10 +351,11 @@ def test_numbers_of_the_reasons_are_those_of_the_json():
     for sentence in (
         f"gives a ratio of {at_256('expand') / at_256('reduce'):.2f} at 256 images",
         f"our expand takes {limit['ours, expand, exact']:.2f} times the time of the passes alone. "
-        f"Our reduce takes {limit['ours, reduce, exact']:.2f} times this time.",
+        "The exact GGN with our reduce takes "
+        f"{limit['ours, reduce, exact']:.2f} times this time.",
         f"in ASDL takes {limit['asdl, expand, exact']:.2f} times the time of the passes alone",
         f"For an update, reduce takes {100 * share[0]:.0f} % of the time of expand.",
-        "A whole training with an update every five epochs takes "
-        f"{100 * share[1]:.0f} % of the time with expand.",
+        "With an update every five epochs, a whole training with reduce therefore takes "
+        f"{100 * share[1]:.0f} % of the time of a training with expand.",
     ):
         assert sentence in text, sentence
