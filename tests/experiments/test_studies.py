@@ -560,7 +560,7 @@ TINY = steps_to_target.Study(
     },
     Schedule(12, 2),
     {"sgd": (1e-2, 1e-1), "adamw": (1e-3, 1e-2), "reduce": (1e-3, 1e-2), "diverges": (0.1, 1e4)},
-    damping=(1e-2, 1.0),
+    damping=dict.fromkeys(("reduce", "diverges"), (1e-2, 1.0)),
     block=2,
     trials=3,
     seeds=2,

@@ -70,37 +70,57 @@ def test_frozen_weights_and_layers_in_reduce_mode_change_nothing():
     assert_blocks(factors, {"last.weight": expected["last.weight"]})
 
 
+def step(model, x, y, damping=0.1, **options):
+    """Gradients before and after a step of the preconditioner."""
+    preconditioner = KfacPreconditioner(
+        model, "classification", fisher="exact", damping=damping, factor_every=1, update_every=1,
+        kl_clip=None, **options,
+    )  # fmt: skip
+    model.zero_grad()
+    cross_entropy(model(x), y).backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    preconditioner.step()
+    return before, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
 @pytest.mark.parametrize("damping_on", ["factors", "product"])
 def test_steps_of_training(damping_on):
     """A bias is damped as with the default scaling, of which the product with R takes the place."""
     model, x, y = tokens()
     blocks = kfac_blocks(model, x, "classification", "expand", "examples")
-
-    def step(model, x, **options):
-        preconditioner = KfacPreconditioner(
-            model, "classification", fisher="exact", damping_on=damping_on, damping=0.1,
-            factor_every=1, update_every=1, kl_clip=None, **options,
-        )  # fmt: skip
-        model.zero_grad()
-        cross_entropy(model(x), y).backward()
-        before = {name: p.grad.clone() for name, p in model.named_parameters()}
-        preconditioner.step()
-        return before, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    before, after = step(model, x, **SCALED)
+    before, after = step(model, x, y, damping_on=damping_on, **SCALED)
     for name, g in before.items():
         if name.endswith("bias") or damping_on == "product":
             damped = blocks[name] / len(y) + 0.1 * torch.eye(g.numel()).double()
             assert_close(after[name].flatten(), torch.linalg.solve(damped, g.flatten()))
-    assert error(step(model, x, kfac_approx="expand")[1]["first.bias"], after["first.bias"]) > 0.05
+    default = step(model, x, y, kfac_approx="expand", damping_on=damping_on)[1]
+    assert error(default["first.bias"], after["first.bias"]) > 0.05
     # Without shared positions both scalings are the same.
     plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     scaled, default = (
-        step(plain, x[:, 0], kfac_approx="expand", expand_scaling=scaling)[1]
+        step(plain, x[:, 0], y, kfac_approx="expand", expand_scaling=scaling)[1]
         for scaling in ("examples", "positions")
     )
     for name, g in default.items():
         assert_close(scaled[name], g)
+
+
+@pytest.mark.parametrize("damping_on", ["factors", "product"])
+def test_with_equal_positions_expand_is_reduce_at_a_lower_damping_and_rate(damping_on):
+    """R times lower both, as `experiments.optimizers.steps_to_target` searches for graphs."""
+    model, x, y = tokens()
+    equal, R = x[:, :1].expand(-1, 4, -1).clone(), 4
+    reduce = step(model, equal, y, kfac_approx="reduce", damping_on=damping_on)[1]
+    options = {"kfac_approx": "expand", "damping_on": damping_on}
+    lower = step(model, equal, y, damping=0.1 / R, **options)[1]
+    same = step(model, equal, y, **options)[1]
+    for name, g in reduce.items():
+        assert_close(lower[name] / R, g)
+        assert error(same[name] / R, g) > 0.1
+    # The modes differ where positions do.
+    lower = step(model, x, y, damping=0.1 / R, **options)[1]
+    reduce = step(model, x, y, kfac_approx="reduce", damping_on=damping_on)[1]
+    assert error(lower["first.weight"] / R, reduce["first.weight"]) > 0.1
 
 
 def test_predictives_corrected_eigenvalues_and_laplace_torch():
