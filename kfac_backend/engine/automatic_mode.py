@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from kfac_backend.engine.batches import examples
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.model_calls import forked_random_numbers
+from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import RuleAssignment, TrackedLayer
 from kfac_backend.fisher import DrawnLabels, ExactGGN
 from kfac_backend.layers import Use, WeightSharingRule
 from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import Likelihood, check_targets
-from kfac_backend.options import KfacApprox, Mode
+from kfac_backend.options import KfacApprox, Mode, PassOptions
 from kfac_backend.precision import at_least_float32
 
 EXAMPLES = 8
@@ -54,40 +55,26 @@ ModeAndTraces = tuple[Mode, Mapping[str, Float[Tensor, "3"]]]
 
 def mode_and_traces(
     model: nn.Module,
-    assignment: RuleAssignment,
+    proof: Proof,
     likelihood: Likelihood,
+    options: PassOptions,
     x: Any,
     y: Tensor,
     mask: Tensor | None,
-    *,
-    num_dimensions: int,
-    can_split: bool,
-    per_example: bool = False,
 ) -> ModeAndTraces:
-    """Return the mode and the block traces of a rank's first batch.
-
-    Args:
-        model: the model.
-        assignment: its tracked layers.
-        likelihood: likelihood of the targets.
-        x: inputs.
-        y: targets.
-        mask: which positions count.
-        num_dimensions: number of output axes.
-        can_split: whether a few of the examples may run alone.
-        per_example: whether expand's A is divided by the number of examples (`expand_scaling`).
-    """
-    mode = automatic_mode(num_dimensions)
+    """Return the mode and the block traces of a rank's first batch, at positions of the mask."""
+    mode = automatic_mode(proof.output_dim)
     if mode == "expand":
         return mode, {}
     # A model that needs a whole batch runs on all examples; the first ones still decide.
-    if can_split:
+    if proof.batch.can_split:
         first = slice(EXAMPLES)
         x, y, mask = examples(x, first), y[first], None if mask is None else mask[first]
     # Active dropout must not advance the user's random numbers.
     no_autocast = torch.autocast(next(model.parameters()).device.type, enabled=False)
     with forked_random_numbers(model), no_autocast, counted_positions(mask):
-        return mode, block_traces(model, assignment, likelihood, x, y, per_example)
+        per_example = options.expand_scaling == "examples"
+        return mode, block_traces(model, proof.assignment, likelihood, x, y, per_example)
 
 
 def common_mode(of_ranks: Sequence[ModeAndTraces | None]) -> KfacApprox:
@@ -174,12 +161,7 @@ def block_traces(
     y: Tensor,
     per_example: bool = False,
 ) -> dict[str, Float[Tensor, "3"]]:
-    """Return the three traces of `BlockTraces` by layer name.
-
-    Raises:
-        TypeError: targets of a wrong type.
-        ValueError: targets that do not fit the outputs.
-    """
+    """Return the three traces of `BlockTraces` by layer name."""
     traces = BlockTraces(per_example)
     with Capture(model, assignment, traces) as capture:
         f = capture.forward(x)
@@ -205,10 +187,9 @@ def _weight(tracked: TrackedLayer) -> tuple[Any, ...]:
 
 
 def nearest_modes(of_ranks: Sequence[Mapping[str, Float[Tensor, "3"]]]) -> KfacApprox:
-    """Choose the mode with the smaller ratio to the exact trace; reduce without a trace.
+    """Choose each layer's mode with the smaller ratio to the exact trace; reduce without one.
 
-    Args:
-        of_ranks: the traces of each rank's examples.
+    Each rank has the traces of its own examples.
     """
     names = dict.fromkeys(name for traces in of_ranks for name in traces)
     expand: dict[str, Mode] = {}

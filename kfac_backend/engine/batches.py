@@ -154,11 +154,7 @@ def argument_names(model: nn.Module) -> tuple[list[str], bool]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move a value to the device: objects with a method ``to``, and the entries of mappings.
-
-    Raises:
-        TypeError: the value is a NumPy array.
-    """
+    """Move a value to the device: objects with a method ``to``, and the entries of mappings."""
     if hasattr(value, "__array__") and not isinstance(value, Tensor):
         raise TypeError(
             f"A batch contains {type(value).__name__}, but must contain tensors. Convert it with "

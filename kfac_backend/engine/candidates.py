@@ -21,12 +21,7 @@ from kfac_backend.engine.model_calls import (
     preserve_state,
     try_twice,
 )
-from kfac_backend.engine.rule_assignment import (
-    Refusal,
-    RuleAssignment,
-    TrackedLayer,
-    UnexpectedRun,
-)
+from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer, UnexpectedRun
 from kfac_backend.layers import Use
 from kfac_backend.layers.elementwise import OwnParameter
 from kfac_backend.layers.rows import Run, SharedAxes
@@ -71,11 +66,9 @@ class Search:
         return compare(self.model, assignment, x, counted)
 
     def run(self, assignment: RuleAssignment) -> tuple[RuleAssignment, Comparison]:
-        """Return the assignment that passes the check, and its comparison.
+        """Return the assignment that passes the check, and its comparison, or raise an error.
 
-        Raises:
-            Refusal: parameters for which no candidate passes.
-            NotImplementedError: layers in which examples mix.
+        A `Refusal` names parameters for which no candidate passes.
         """
         names = {name for t in assignment.all for name in t.parameters.values()}
         names |= assignment.unknown.keys()
@@ -127,12 +120,7 @@ class Search:
         return assignment, comparison
 
     def again(self, assignment: RuleAssignment) -> tuple[RuleAssignment, Comparison]:
-        """Return the same assignment if it passes the check.
-
-        Raises:
-            Refusal: parameters for which it does not pass.
-            NotImplementedError: layers in which examples mix.
-        """
+        """Return the same assignment if it passes the check, otherwise raise an error."""
         comparison = self.check(assignment)
         if comparison.is_finite:
             raise_mixed(comparison)
@@ -334,11 +322,7 @@ CANDIDATES = (Search.other_rules, Search.other_runs, Search.followed)
 
 
 def raise_mixed(comparison: Comparison) -> None:
-    """Raise a NotImplementedError for the first layer in which examples mix.
-
-    Raises:
-        Refusal: own parameters that are not used elementwise.
-    """
+    """Raise a NotImplementedError for the first layer in which examples mix."""
     for tracked in comparison.hidden:
         raise NotImplementedError(
             f"In layer {tracked} rows that do not count reach the output. Leave them out of "
@@ -401,11 +385,7 @@ def _shared_outputs(assignment: RuleAssignment) -> dict[str, str]:
 
 
 def check_parts(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
-    """Compare layers that run by parts with their own forward.
-
-    Raises:
-        Refusal: the parts of a layer compute something else; the message names the layer.
-    """
+    """Raise a `Refusal` that names a layer whose parts compute something else than its forward."""
     divided = [d for d in assignment.divided if d.by_parts.is_checked]
     if not divided:
         return
@@ -446,14 +426,9 @@ def with_first_again(x: Any, N: int, can_split: bool = True) -> tuple[Any, Tenso
     """Repeat the first of N examples at the end; return the rows and their example indices.
 
     This exposes a forward that reorders the examples, even if they happen to be in order: equal
-    examples stand at both ends, and sorting would put them side by side.
-
-    Args:
-        x: the examples.
-        N: number of examples.
-        can_split: whether the model accepts batches of another size. If not, the copy replaces the
-            last example of a batch of at least three. A smaller batch is returned unchanged, with
-            None for the indices.
+    examples stand at both ends, and sorting would put them side by side. If the model does not
+    accept batches of another size (without ``can_split``), the copy replaces the last example of a
+    batch of at least three. A smaller batch is returned unchanged, with None for the indices.
     """
     if not can_split and N < 3:
         return x, None

@@ -70,12 +70,7 @@ class Sink:
     """Whether the sink uses `example_gradients`, which cost further passes over each batch."""
 
     def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
-        """Begin with empty sums, also after a failed pass.
-
-        Args:
-            assignment: the layers, as completed by the proof.
-            kfac_approx: the mode, no longer "auto".
-        """
+        """Begin with empty sums. The assignment is completed, and the mode is no longer "auto"."""
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
         """Receive the input of a layer's run."""
@@ -211,12 +206,6 @@ class Capture:
         arithmetic: makes the context in which the sink works.
         follower: makes the context that follows operations on parameters; by default a `Follower`.
             The proof passes other followers, which classify the operations.
-
-    Raises:
-        NotImplementedError: in the forward pass, a layer under no_grad; registered parameters with
-            an input of an unknown number of examples.
-        TypeError: in the forward pass, a layer's input that is not of floating point.
-        ValueError: in the forward pass, rows that do not fit a layer's input.
     """
 
     def __init__(
@@ -332,11 +321,7 @@ class Capture:
     def backward(
         self, f: Tensor, vectors: Iterable[Tensor], leaves: Sequence[Tensor] = ()
     ) -> Sequence[Tensor | None]:
-        """Propagate each vector (in the shape of f) back from f.
-
-        Returns:
-            The last vector's gradients of some leaves.
-        """
+        """Propagate each vector (in the shape of f) back; return the last one's leaf gradients."""
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         self.listens = True
         # In training all hooks are already removed.
@@ -405,11 +390,6 @@ class Capture:
         with self.arithmetic():
             self.sink.gradient(tracked, use, b)
 
-    def report_run(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
-        """Return the output of a call like ``F.linear(a, weight)``, with a layer's hooks."""
-        self.before(tracked)
-        return self.after(tracked, tracked.layer, (a,), {}, output)
-
     def before(self, tracked: TrackedLayer, *_: Any) -> None:
         """Hook before a layer runs, if operations outside of layers are followed."""
         if self.follower is not None:
@@ -423,7 +403,7 @@ class Capture:
         kwargs: dict[str, Any],
         output: Any,
     ) -> Tensor:
-        """Hook after a layer runs. Its result replaces the layer's output."""
+        """Hook after a layer, or ``F.linear`` as a layer, runs. Its result replaces the output."""
         if self.follower is not None:
             self.follower.inside.remove(tracked)
         a = tracked.rule.input_of(args, kwargs)
@@ -593,10 +573,7 @@ def _refuse_another_run(tracked: TrackedLayer, *_: Any) -> None:
 def check_run(model: nn.Module, tracked: TrackedLayer, a: Tensor, output: object) -> None:
     """Raise an error if the hooks cannot follow a run of a layer on this input.
 
-    Raises:
-        UnexpectedRun: an input of integers for a layer that needs floating point, or the reverse;
-            an output that is no tensor.
-        NotImplementedError: a layer that runs without gradients.
+    It is an `UnexpectedRun` for a wrong kind of input or output: another rule may support them.
     """
     if a.is_floating_point() == tracked.rule.takes_integers:
         dtype = next(model.parameters()).dtype
@@ -651,9 +628,6 @@ def rows_of(tracked: TrackedLayer, a: Tensor, rows: Rows) -> Rows | None:
 
     A mask of positions (`counted_positions`) may enclose a whole model; layers whose input has
     other axes ignore it. An index of rows (`examples_of_rows`) must fit each layer inside.
-
-    Raises:
-        ValueError: an index that does not fit the layer's input.
     """
     rows = rows.on(a.device)
     features = a.dim() if tracked.rule.takes_integers else tracked.rule.features % max(a.dim(), 1)

@@ -130,14 +130,11 @@ def compare(
     *,
     own_forwards: bool = False,
 ) -> Comparison:
-    """Compare hooks with autograd, in one forward and two backward passes.
+    """Compare hooks with autograd on a few examples x, in one forward and two backward passes.
 
-    Args:
-        model: the model.
-        assignment: its layers. Parameters of no layer are constants.
-        x: a few examples.
-        counted: the loss terms (N, ...) that count; None means all.
-        own_forwards: compare with the forwards of layers that run by parts.
+    Parameters of no layer are constants. ``counted`` marks the loss terms (N, ...) that count; None
+    means all. With ``own_forwards`` the expected outputs and gradients are those of the layers' own
+    forwards, also for layers that run by parts.
 
     Raises:
         NotImplementedError: hooks cannot follow a run of a layer.
@@ -193,8 +190,7 @@ def _expected(
 ) -> Tensor | None:
     """Return the output of the unchanged model, or None if the hooks' forward pass computes it.
 
-    The hooks' forward pass computes it if neither copies replace parameters nor parts replace
-    layers.
+    It does if neither copies replace parameters nor parts replace layers.
     """
     kinds = chain.from_iterable(assignment.runs.values())
     has_copies = bool(assignment.own_parameters or assignment.operations.names)

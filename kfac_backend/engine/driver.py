@@ -9,8 +9,8 @@ receives the gradients. `Driver.finish` sums over ranks. Later passes reuse the 
 A sink's sums begin with the first batch and not earlier, because the proof decides the rules of
 derived layers, and the first batch decides kfac_approx="auto".
 
-A training step makes its own forward pass (`optimizer.training_pass`). It calls the steps of
-`Driver.add` one by one: `capture`, `propagate`, `PassState.add`.
+A training step makes its own forward pass (`optimizer.training_pass`), between the steps `capture`
+and `propagate` of `Driver.add`.
 """
 
 import warnings
@@ -24,12 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.engine.automatic_mode import common_mode, mode_and_traces
-from kfac_backend.engine.batches import (
-    detached,
-    each_batch,
-    num_examples,
-    split_batch,
-)
+from kfac_backend.engine.batches import detached, each_batch, num_examples, split_batch
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.model_calls import in_channels_last, is_out_of_memory
 from kfac_backend.engine.proof import Proof
@@ -45,12 +40,7 @@ from kfac_backend.engine.task import (
 )
 from kfac_backend.fisher import MANY_PASSES
 from kfac_backend.layers.rows import counted_positions
-from kfac_backend.likelihoods import (
-    IGNORED,
-    Likelihood,
-    counted_terms,
-    num_counted_terms,
-)
+from kfac_backend.likelihoods import IGNORED, Likelihood, counted_terms, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.precision import Arithmetic, at_least_float32, full_float32
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
@@ -138,20 +128,9 @@ class PassState:
 class Driver:
     """Run a model over batches. The parameters must not change during a pass.
 
-    See `kronecker_factors` for further explanations of the arguments.
-
-    Args:
-        model: the model.
-        likelihood: likelihood of the targets.
-        options: all options of the passes.
-        generator: random generator.
-        process_group: the ranks that have a shard of the data each.
-        assignment: the layers to track; by default all layers with trainable parameters.
-        sink: receives the layers' inputs and gradients, until `start` sets another one.
-
-    Raises:
-        ValueError: options that the likelihood, the device or the layers do not support.
-        NotImplementedError: a layer without a rule.
+    ``assignment`` lists the layers to track, by default all layers with trainable parameters.
+    ``sink`` receives their inputs and gradients, until `start` sets another one. See
+    `kronecker_factors` for the other arguments and the errors.
     """
 
     def __init__(
@@ -218,11 +197,8 @@ class Driver:
     def add(self, x: Any, y: Any) -> None:
         """Add one batch with a forward pass, and one backward pass per vector.
 
-        Collective for a model under `fully_shard`: all ranks add equally many batches.
-
-        Raises:
-            torch.OutOfMemoryError: the batch is too large; a note names the ways out.
-            RuntimeError: an earlier batch failed, and `start` was not called since.
+        Collective for a model under `fully_shard`: all ranks add equally many batches. After a
+        batch that failed only `start` is allowed.
         """
         if self.state.is_over:
             self.start()
@@ -292,13 +268,9 @@ class Driver:
                 self.task.check_axis(self.model, x, y)
             self.proof.make(x, N, counted_terms(y, self.task.likelihood))
         if self.kfac_approx == "auto":
-            proof = self.proof
-            of_this_rank = mode_and_traces(
-                self.model, proof.assignment, self.task.likelihood, x, y, mask,
-                num_dimensions=proof.output_dim, can_split=proof.batch.can_split,
-                per_example=self.options.expand_scaling == "examples",
-            )  # fmt: skip
-            self.kfac_approx = common_mode(self.ranks.gather(of_this_rank))
+            likelihood, options = self.task.likelihood, self.options
+            decision = mode_and_traces(self.model, self.proof, likelihood, options, x, y, mask)
+            self.kfac_approx = common_mode(self.ranks.gather(decision))
         return y
 
     # ---- One batch, step by step.

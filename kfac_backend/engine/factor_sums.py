@@ -31,12 +31,7 @@ from kfac_backend.ranks import PassSums
 
 @dataclass(eq=False)
 class FactorSums(Sink):
-    """Sum the factors of all layers by their rules.
-
-    Args:
-        options: options of the pass.
-        in_training: see `Sink.in_training`.
-    """
+    """Sum the factors of all layers by their rules."""
 
     takes_example_gradients = True
 
@@ -97,11 +92,6 @@ def make_rules(
     """Make a rule with empty sums for each layer, in the mode of the layer's name.
 
     Packed tensors keep the whole factor over their rows, for any ``diagonal_above``.
-
-    Raises:
-        ValueError: a layer without a matching pattern of ``kfac_approx``, or a pattern without a
-            layer.
-        NotImplementedError: a large embedding under reduce.
     """
     modes = modes_of_layers(kfac_approx, [tracked.name for tracked in assignment.layers])
     return {
@@ -156,10 +146,7 @@ def tie(rules: Mapping[TrackedLayer, Rule]) -> None:
 
     Uses of one kind share a sum, because an example's gradient is the sum over all uses. Uses of a
     weight in two orientations, or in two modes, get two sums, which `nearest_kronecker` combines.
-    Other mixtures have no common block.
-
-    Raises:
-        NotImplementedError: such a mixture.
+    Other mixtures have no common block and raise an error.
     """
     first: dict[tuple, tuple[Rule, str]] = {}  # the layer whose sums the others share
     uses: dict[str, dict[Any, dict[tuple, TrackedLayer]]] = {}  # parameter -> slot -> kind of use
@@ -241,15 +228,10 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def check_memory(assignment: RuleAssignment, options: PassOptions, device: torch.device) -> None:
-    """Raise an error unless the factors fit into memory, with a decomposition of the largest.
+    """Raise an OutOfMemoryError unless the factors fit into memory, and the largest's eigenvalues.
 
     The estimate is Σ d² entries for all factors, plus two copies of the largest in float64 for its
     eigenvalues. It does not count the memory of other programs.
-
-    Raises:
-        torch.OutOfMemoryError: they do not fit; the message names the largest factor and the ways
-            out.
-        ValueError: a mode for layers that the model does not have.
     """
     # With "auto" the mode is not known yet. Factors have the same size in both modes, except for
     # embeddings.

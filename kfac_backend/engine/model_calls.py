@@ -34,12 +34,8 @@ def state_restorer(*modules: nn.Module) -> Callable[[], None]:
     kinds = ("_forward_hooks", "_forward_pre_hooks")  # prefixes of hooks and their options
     before: list[tuple[dict, dict]] = []  # pairs of a dictionary and its present entries
     for attributes in (vars(m) for root in modules for m in root.modules()):
-        before.append(
-            (
-                attributes,
-                {key: attributes[key] for key in ("training", "forward") if key in attributes},
-            )
-        )
+        own = {key: attributes[key] for key in ("training", "forward") if key in attributes}
+        before.append((attributes, own))
         hooks = [value for key, value in attributes.items() if key.startswith(kinds)]
         # Except for modules of TorchScript: theirs are no dictionaries and cannot change.
         entries = [d for d in (attributes.get("_parameters"), *hooks) if isinstance(d, dict)]

@@ -23,12 +23,7 @@ from kfac_backend.engine.batches import examples, num_examples
 from kfac_backend.engine.candidates import Search, mixed_message, raise_mixed
 from kfac_backend.engine.capture import Runs
 from kfac_backend.engine.comparison import Comparison, compare
-from kfac_backend.engine.model_calls import (
-    BatchTrial,
-    forked_random_numbers,
-    try_batch,
-    try_twice,
-)
+from kfac_backend.engine.model_calls import BatchTrial, forked_random_numbers, try_batch, try_twice
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import check_inputs
 from kfac_backend.layers.rows import counted_positions
@@ -70,8 +65,7 @@ class Proof:
     def renew(self) -> bool:
         """Request a shorter proof at other values of the parameters, which `make` then makes.
 
-        Returns:
-            False if the model has other modules, modes or parameters, and needs a new proof.
+        False if the model has other modules, modes or parameters, and so needs a new proof.
         """
         if self._structure is None:
             return not self._num_examples  # False after a partial proof
@@ -149,39 +143,28 @@ class Proof:
     def make_for_runs(
         self, runs: Runs, x: Any, mask: Tensor | None, counted: Tensor | None
     ) -> None:
-        """Prove facts about a batch's runs that earlier batches did not show.
+        """Prove facts about the layers' runs on a batch x that earlier batches did not show.
 
-        Args:
-            runs: the layers' runs on the batch.
-            x: the batch.
-            mask: which positions count (N, R); None means all.
-            counted: the loss terms (N, ...) that count; None means all.
+        ``mask`` (N, R) and ``counted`` (N, ...) mark the positions and the loss terms that count;
+        None means all.
         """
-        for _ in range(
-            2
-        ):  # first on a few examples, then, if these do not show all, on the whole batch
+        # First on a few examples. If these do not show all, then on the whole batch.
+        for _ in range(2):
             if self.needs_mask(runs.masked, mask):
                 self.make_for_masks(x, mask, counted)
-        if not runs.rows <= self.rows:
-            self._make_for_rows(x, counted)
-            self.rows |= runs.rows
-
-    def _make_for_rows(self, x: Any, counted: Tensor | None) -> None:
-        """Prove that examples' rows are consecutive for a new number of rows per example.
-
-        For sequences that a mask has packed, a first batch of equal lengths looks as if all
-        examples had equally many rows in all batches.
-        """
-        N = num_examples(x)
-        assert N is not None  # consecutive rows were divided by N
+        if runs.rows <= self.rows:
+            return
+        # A new number of consecutive rows per example: for sequences that a mask has packed, a
+        # first batch of equal lengths looks as if all examples had equally many rows.
         with forked_random_numbers(self._model):
-            search = Search(self._model, self.batch.can_split, x, N, counted)
+            search = Search(self._model, self.batch.can_split, x, num_examples(x), counted)
             comparison = search.check(self.assignment)
         for tracked in comparison.mixed:
             raise NotImplementedError(
                 f"{mixed_message(tracked)} In earlier batches all examples had equally many rows. "
                 "Say which example each row belongs to (examples_of_rows)."
             )
+        self.rows |= runs.rows
 
     def needs_mask(self, masked: set[TrackedLayer], mask: Tensor | None) -> bool:
         """Return whether a batch that hides rows of these layers needs `make_for_masks`."""
@@ -223,13 +206,7 @@ class Proof:
             )
 
     def _give_up(self, refusal: Refusal) -> None:
-        """Treat the refused parameters as the option ``unsupported`` says.
-
-        Raises:
-            NotImplementedError: unsupported="error", or unsupported="freeze" for a parameter with a
-                rule.
-            ValueError: no parameter is left.
-        """
+        """Treat the refused parameters as the option ``unsupported`` says, or raise an error."""
         assignment, names = self.assignment, refusal.errors
         if assignment.unsupported == "error" or not names:
             raise NotImplementedError(str(refusal)) from refusal.__cause__
@@ -260,7 +237,5 @@ def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
     parameters = [p for _, p in model.named_parameters(remove_duplicate=False)]
     kinds: list[Any] = [(id(module), module.training) for module in modules]
     kinds += [(id(p), p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
-    return [
-        *modules,
-        *parameters,
-    ], kinds  # keep the objects, too, because Python reuses the id of a dead one
+    # Keep the objects, too, because Python reuses the id of a dead one.
+    return [*modules, *parameters], kinds

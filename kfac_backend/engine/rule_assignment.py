@@ -162,11 +162,7 @@ class RuleAssignment:
         )
 
     def with_constants(self, names: Mapping[str, Any]) -> "RuleAssignment":
-        """Return the assignment with some parameters as constants, without uses or blocks.
-
-        Raises:
-            ValueError: no parameter is left.
-        """
+        """Return the assignment with some parameters as constants, without uses or blocks."""
         remaining = [name for name in self.names if name not in names]
         if not remaining:
             raise ValueError(
@@ -177,12 +173,10 @@ class RuleAssignment:
 
 
 class Refusal(NotImplementedError):
-    """Error for parameters whose uses cannot be followed.
+    """Error for parameters whose uses cannot be followed, with a message for each name.
 
-    Args:
-        errors: messages by parameter name. They are no exceptions, because these would keep the
-            frames in which they were raised, and so the network.
-        divided: layers that compute something other than their parts.
+    The messages are no exceptions, because these would keep the frames in which they were raised,
+    and so the network. ``divided`` are layers that compute something other than their parts.
     """
 
     def __init__(self, errors: Mapping[str, str], divided: Collection[DividedLayer] = ()) -> None:
@@ -223,20 +217,10 @@ def assign_rules(
 ) -> RuleAssignment:
     """Sort the trainable parameters of a model into those with a rule and those without.
 
-    The proof on the first batch determines the uses of parameters without a rule.
-
-    Args:
-        model: the model; parameters with ``requires_grad=False`` are omitted.
-        unsupported: treatment of parameters whose uses the proof cannot follow. "error" raises;
-            "freeze" treats those without a rule as constants, with a warning that names them;
-            "diagonal" gives them the exact diagonal of their block.
-        only: names of the parameters to consider; None means all.
-
-    Raises:
-        TypeError: not a module, or a wrapper (DataParallel, DistributedDataParallel).
-        ValueError: no trainable parameter, a 0-dimensional one, BatchNorm in train mode.
-        NotImplementedError: a layer with an option that its rule does not support, or parameters
-            that are spread over ranks.
+    The proof on the first batch determines the uses of parameters without a rule. If it cannot,
+    ``unsupported`` says what happens: "error" raises, "freeze" treats parameters without a rule as
+    constants, with a warning that names them, and "diagonal" computes the exact diagonal of their
+    block. ``only`` has the names of the parameters to consider; None means all.
     """
     check_module(model)
     trainable = {
@@ -279,16 +263,8 @@ def assign_rules(
             if covered_here:
                 registration.rule.check(module)
                 mine = {local: name for local, name in parameters.items() if local in covered_here}
-                layers.append(
-                    TrackedLayer(
-                        prefix,
-                        module,
-                        registration.rule,
-                        mine,
-                        registration.layer_type,
-                        registration.built_in,
-                    )
-                )
+                kind = registration.layer_type, registration.built_in
+                layers.append(TrackedLayer(prefix, module, registration.rule, mine, *kind))
         # Step 2: registered parameters, unless a rule has them already. Under `fully_shard` they
         # are followed like others: FSDP would undo their copies when it gathers.
         declared = declared_parameters(module) if parameters else {}
@@ -375,11 +351,8 @@ def _own_parameter(
 def assignment_of_blocks(model: nn.Module, sizes: Mapping[str, int]) -> RuleAssignment:
     """Return the assignment for a given set of blocks; other parameters are constants.
 
-    ``sizes`` maps a parameter's name to the number of entries of its block.
-
-    Raises:
-        ValueError: no block at all, or a block of a parameter that the model lacks, that has
-            another size there, or that is frozen.
+    ``sizes`` maps a parameter's name to the number of entries of its block. Each must be a
+    trainable parameter of this size.
     """
     # "diagonal", because a posterior may have blocks of parameters without a rule.
     assignment = assign_rules(model, "diagonal")
@@ -410,13 +383,7 @@ def _no_rule(module_name: str, module: nn.Module, parameter: str) -> str:
 
 
 def check_module(model: object) -> None:
-    """Raise an error unless this is a module that runs as Python, whole or under fully_shard.
-
-    Raises:
-        TypeError: not a module, or one that contains a wrapper for several devices.
-        ValueError: parameters on the meta device, which have no values.
-        NotImplementedError: parameters that are spread over ranks without fully_shard.
-    """
+    """Raise an error unless this is a module that runs as Python, whole or under fully_shard."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"The model is {model!r:.80}, of type {type(model).__name__}, but must be a "

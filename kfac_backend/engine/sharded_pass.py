@@ -7,58 +7,31 @@ left to prove.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
 from kfac_backend.engine.batches import detached, examples, splits_by_example
 from kfac_backend.engine.candidates import MOST_EXAMPLES
 from kfac_backend.engine.capture import Capture
-from kfac_backend.engine.proof import Proof
 from kfac_backend.engine.rule_assignment import TrackedLayer
-from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import counted_terms
-from kfac_backend.options import KfacApprox
 from kfac_backend.precision import full_float32
-from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import ranks_of_model, resharded
 
 
-class Preparing(Protocol):
-    """The part of a driver that ranks use to prepare together."""
-
-    model: nn.Module
-    device: torch.device
-    ranks: Ranks
-    task: Task
-    proof: Proof
-    kfac_approx: KfacApprox
-
-    def prepare(self, x: Any, y: Any, mask: Tensor | None) -> Any:
-        """Return a batch's targets. The first batches make the proof and decide the mode."""
-
-
 class ShardedPass:
-    """Collective steps of the drivers whose ranks share a model.
+    """Collective steps of the drivers whose ranks share a model; ``driver`` is this rank's."""
 
-    Args:
-        driver: this rank's driver.
-    """
-
-    def __init__(self, driver: Preparing) -> None:
-        self._driver = driver
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver  # a `Driver`, which imports this module
         # Common input and targets, for ranks without a batch.
         self._common: tuple[Any, Any] | None = None
 
     def check_ranks(self) -> None:
-        """Raise an error unless exactly the ranks of the model run the pass.
-
-        Raises:
-            RuntimeError: the ranks' process group has ended.
-            ValueError: the pass has other ranks.
-        """
+        """Raise an error unless exactly the ranks of the model run the pass."""
         if not dist.is_initialized():
             raise RuntimeError(
                 "The process group of the ranks that share the model has ended "

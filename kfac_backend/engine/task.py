@@ -34,13 +34,6 @@ from kfac_backend.options import TargetOptions
 from kfac_backend.precision import at_least_float32
 from kfac_backend.sharding import is_sharded, local_part
 
-WHICH_LABEL = (
-    "pass shift_labels=False if the output at a position predicts its own label, True if it "
-    "predicts the next one"
-)
-"""Way out in errors about a model's own loss that does not show whether it shifts labels."""
-
-
 MOST_ROWS = 64
 """Number of output rows that suffice to recognise probabilities."""
 FEWEST_OUTPUTS = 32
@@ -88,9 +81,6 @@ class Task:
         """Return which positions of a mapping's examples count (N, R); None means all.
 
         A mask with other axes, such as an attention mask for pairs of positions, hides none.
-
-        Raises:
-            ValueError: a floating-point mask with entries other than zero and one.
         """
         key = self.options.dict_key_mask
         mask = x.get(key) if key and isinstance(x, Mapping) else None
@@ -282,11 +272,8 @@ class Task:
     def _shifts_inside(self, model: nn.Module, x: Any, y: Tensor) -> bool | None:
         """Return whether a model's own loss equals ours with shifted labels.
 
-        False if the model computes no loss; None if this batch does not show it.
-
-        Raises:
-            ValueError: the loss equals ours with both labels or with neither, or cannot be
-                computed.
+        False if the model computes no loss; None if this batch does not show it. It is an error if
+        the loss equals ours with both labels or with neither.
         """
         are_labels = self.likelihood.has_labels
         may_shift = are_labels and y.dim() > 1
@@ -335,7 +322,8 @@ class Task:
             "first examples. Our loss per term is "
             f"{' or, with labels shifted by one, '.join(means)}."
             + (" Both fit. " if fitting else " None fits (label smoothing, class weights?). ")
-            + f"Say which label belongs to which output: {WHICH_LABEL}."
+            + "Pass shift_labels=False if the output at a position predicts its own label, True if "
+            "it predicts the next one."
         )
 
 

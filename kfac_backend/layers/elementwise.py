@@ -236,10 +236,6 @@ class OwnParameter(nn.Module):
         one = value.reshape(self.view)
         return one.expand(N, *one.shape[1:])
 
-    def extra_repr(self) -> str:
-        """Return the module's class and the parameter's name."""
-        return f"{type(self.holder).__name__}.{self.name}"
-
 
 class OwnParameterRule(ExactRule):
     """Rule with the exact block of an `OwnParameter`."""

@@ -84,7 +84,6 @@ class FunctionalLayer(nn.Module):
 
     Args:
         places: maps "weight" and "bias" to the parameter's module, and its name there.
-        function: name of the function.
         settings: the attributes that the rule reads from such a layer: stride, padding and so on.
         slot: index of the matrix, if the weight is a stack of them.
     """
@@ -92,14 +91,12 @@ class FunctionalLayer(nn.Module):
     def __init__(
         self,
         places: Mapping[str, tuple[nn.Module, str]],
-        function: str,
         settings: Mapping[str, Any],
         slot: int | None = None,
     ) -> None:
         super().__init__()
         self._slot = slot
         self._places = dict(places)  # a dictionary, so that the modules are no submodules
-        self._function = function
         self.settings = dict(settings)
         vars(self).update(settings)
 
@@ -113,10 +110,6 @@ class FunctionalLayer(nn.Module):
     def bias(self) -> Tensor | None:
         """The bias, if the call has one that is a parameter."""
         return getattr(*self._places["bias"]) if "bias" in self._places else None
-
-    def extra_repr(self) -> str:
-        """Return the function and its settings."""
-        return ", ".join([self._function, *(f"{k}={v}" for k, v in self.settings.items())])
 
 
 class LayerByParts(ABC):

@@ -48,18 +48,9 @@ def follow(
 ) -> RuleAssignment:
     """Return the assignment with parameters that are followed operation by operation.
 
-    The result is not proved yet.
-
-    Args:
-        model: the model.
-        assignment: its tracked layers, with their runs.
-        x: some examples.
-        candidates: messages for a failed follow, by the names of the parameters to follow.
-        shared: the same for parameters of layers that run once for all examples and whose output is
-            followed, see `candidates`.
-
-    Raises:
-        Refusal: parameters that cannot be followed.
+    The result is not proved yet. ``candidates`` are the parameters to follow, and ``shared`` those
+    of layers that run once for all examples and whose output is followed. Both map names to
+    messages for a failed follow, which become a `Refusal`.
     """
     errors = {**candidates, **shared}
     operations = Operations(tuple(candidates), {name: followed(model, name) for name in candidates})
@@ -193,16 +184,17 @@ class ClassifyOperations(Follower):
         """Return the kind of the operation, see `OperationKind`: "computed", an axis, or a layer.
 
         ``time`` is the number of earlier runs of the same operation in this forward pass.
-
-        Raises:
-            Refused: it cannot be followed.
         """
         use = weight_use(call)
         # Step 1: operations without comparable sizes.
         if use is not None and not len(use.a) and self._stored(use.weight):
             return self._layer_of(call, use, use.a.shape)  # an expert without any examples
-        if self.inside and not self._belongs(call) and self.inside[-1].layer not in self._once:
-            raise Refused(f"is used by layer {self.inside[-1]} once for all examples")
+        if self.inside and self.inside[-1].layer not in self._once:
+            # Made of the layer's own parameters, they belong to its weight, as in a
+            # parametrisation. Otherwise they are its input.
+            own = set(self.inside[-1].layer.modules())
+            if any(self._place(name)[0] not in own for e in call.expressions for name in e.names):
+                raise Refused(f"is used by layer {self.inside[-1]} once for all examples")
         one = self._shapes_of_one.get(call.key, [])
         if time >= len(one) or len(one[time]) != len(outputs):
             raise Refused(f"is used by {call} with two examples, but not with one")
@@ -234,15 +226,6 @@ class ClassifyOperations(Follower):
             if e.value.dim() >= -axis and e.value.shape[axis] != 1:
                 raise Refused(f"is used by {call} with several entries along the axis of examples")
         return axis
-
-    def _belongs(self, call: Call) -> bool:
-        """Return whether all expressions are made of parameters of the running layer.
-
-        Then they belong to its weight, as in a parametrisation; otherwise they are its input.
-        """
-        modules = set(self.inside[-1].layer.modules())
-        names = {name for e in call.expressions for name in e.names}
-        return all(self._place(name)[0] in modules for name in names)
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
         """Return a parameter's module, and the parameter's name there."""
@@ -278,14 +261,14 @@ class ClassifyOperations(Follower):
                 raise Refused(
                     f"is the weight of {call}, which also has a bias. Add the bias to the result"
                 )
-            layers = (FunctionalLayer(places, str(call), use.settings, e) for e in range(E))
+            layers = (FunctionalLayer(places, use.settings, e) for e in range(E))
             stack = (
                 TrackedLayer(f"{name}.{e}", layer, rule, names, FunctionalLayer,
                              slots={"weight": (e, E)})
                 for e, layer in enumerate(layers)
             )  # fmt: skip
             return self._stacks.setdefault((name, rule), tuple(stack))
-        layer = FunctionalLayer(places, str(call), use.settings)
+        layer = FunctionalLayer(places, use.settings)
         rule.check(layer)
         prefix, _, local = name.rpartition(".")
         prefix = prefix if local == "weight" else name

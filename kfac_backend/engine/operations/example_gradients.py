@@ -9,12 +9,7 @@ from torch import Tensor, nn
 
 from kfac_backend.engine.batches import examples, num_examples
 from kfac_backend.engine.capture import Sink
-from kfac_backend.engine.model_calls import (
-    call_with,
-    close,
-    forked_random_numbers,
-    try_twice,
-)
+from kfac_backend.engine.model_calls import call_with, close, forked_random_numbers, try_twice
 
 ENTRIES = 2**24
 """Maximum number of gradient entries that are held at a time."""
@@ -65,6 +60,11 @@ def gradients_of_examples(
         differentiable: keep the graph of the gradients with respect to the inputs.
     """
     leaves = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
+
+    def output(some: Any) -> Tensor:
+        with torch.enable_grad(), forked_random_numbers(model):
+            return call_with(model, leaves, some)
+
     N, alone = len(f), num_examples(x) == len(f)
     maps, of_batch = alone and not differentiable, None
     size = max(1, entries // max(1, num_vectors * sum(leaf.numel() for leaf in leaves.values())))
@@ -80,20 +80,16 @@ def gradients_of_examples(
         # Otherwise one call per example, or one for all if the model takes no single examples.
         gradients = []  # per example and vector, in order
         for n in range(subset.start, subset.stop):
-            f_n = _output(model, leaves, examples(x, slice(n, n + 1))) if alone else None
-            if f_n is None or not (model.training or close(f[n : n + 1].detach(), f_n)):
-                alone = False
-                with torch.enable_grad(), forked_random_numbers(model):
-                    of_batch = call_with(model, leaves, x) if of_batch is None else of_batch
-                    f_n = of_batch[n : n + 1]
+            one = slice(n, n + 1)
+            f_n: Any = try_twice(lambda one=one: output(examples(x, one))) if alone else None
+            is_right = isinstance(f_n, Tensor) and (model.training or close(f[one].detach(), f_n))
+            if not is_right:
+                alone, of_batch = False, output(x) if of_batch is None else of_batch
+                with torch.enable_grad():
+                    f_n = of_batch[one]
             gradients += [_gradients(f_n, leaves, w[None], differentiable) for w in v[n - start]]
-        yield (
-            subset,
-            {
-                name: torch.stack(of_name).unflatten(0, v.shape[:2])
-                for name, of_name in zip(names, zip(*gradients, strict=True), strict=True)
-            },
-        )
+        by_name = zip(names, zip(*gradients, strict=True), strict=True)
+        yield subset, {name: torch.stack(g).unflatten(0, v.shape[:2]) for name, g in by_name}
 
 
 def _mapped(
@@ -118,17 +114,6 @@ def _mapped(
     # Fails for loops that depend on values, and for models that need whole batches.
     mapped = try_twice(trial)
     return None if isinstance(mapped, Exception) else mapped
-
-
-def _output(model: nn.Module, leaves: dict[str, Tensor], x: Any) -> Tensor | None:
-    """Return the output of some examples, or None if the model does not support them alone."""
-
-    def trial() -> Tensor:
-        with torch.enable_grad(), forked_random_numbers(model):
-            return call_with(model, leaves, x)
-
-    f = try_twice(trial)
-    return None if isinstance(f, Exception) else f
 
 
 def _gradients(

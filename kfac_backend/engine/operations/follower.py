@@ -36,7 +36,7 @@ model's output and the gradients before a pass uses them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,23 +52,6 @@ from kfac_backend.layers.rows import current_rows
 from kfac_backend.layers.stacked import by_matrix
 from kfac_backend.layers.weight_sharing import LinearRule, TransposedLinearRule
 from kfac_backend.precision import at_least_float32
-
-
-class Receiver(Protocol):
-    """Pass that a follower reports to; `Capture` is one."""
-
-    def add_source(self, leaf: Tensor) -> None:
-        """End backward passes at a leaf."""
-
-    def report_input(self, tracked: TrackedLayer, use: Use) -> None:
-        """Receive a use's input."""
-
-    def report_gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
-        """Receive the gradient of one vector for a use's output."""
-
-    def report_run(self, tracked: TrackedLayer, a: Tensor, output: Tensor) -> Tensor:
-        """Receive a function call that is a layer's run, ``F.linear(a, weight)``."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,11 +115,6 @@ class Call(NamedTuple):
         return self.func(*_mapped(self.args, replaced), **_mapped(self.kwargs, replaced))
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors among the arguments."""
-        return tensors_in((self.args, self.kwargs))
-
-    @property
     def changes(self) -> Tensor | None:
         """Tensor that the operation changes in place, if any."""
         # By torch's naming: add_ and __iadd__ are in place, __add__ is not.
@@ -153,7 +131,7 @@ class Follower(TorchFunctionMode):
     """Context that treats each operation on followed parameters as `Operations` says.
 
     Args:
-        receiver: receives inputs and gradients.
+        capture: the `Capture` that makes this follower, and receives inputs and gradients.
         assignment: contains the followed parameters, and the kinds of operations on them.
         values: all parameters of the model by name, without graphs.
         num_examples: N of the batch; None if unknown.
@@ -161,13 +139,13 @@ class Follower(TorchFunctionMode):
 
     def __init__(
         self,
-        receiver: Receiver,
+        capture: Any,  # naming its class would close a circle of imports
         assignment: RuleAssignment,
         values: Mapping[str, Tensor],
         num_examples: int | None,
     ) -> None:
         super().__init__()
-        self._receiver, self._operations = receiver, assignment.operations
+        self._capture, self._operations = capture, assignment.operations
         self._num_examples = num_examples
         self._once = {layer for layer, kinds in assignment.runs.items() if "followed" in kinds}
         self._expressions: dict[int, Expression] = {}  # by the id of the value
@@ -227,7 +205,7 @@ class Follower(TorchFunctionMode):
         for run in runs:
             use, shape = self._shared_runs[run]
             b = self._partial_gradients.pop(run).unflatten(1, shape)
-            self._receiver.report_gradient(run.tracked, use, b)
+            self._capture.report_gradient(run.tracked, use, b)
         return runs
 
     def _run(self, call: Call) -> Any:
@@ -268,9 +246,8 @@ class Follower(TorchFunctionMode):
         twins = tensors_in(call.run(lambda value: twin_of.get(id(value), value)))
         leaves = {key: leaf for e in call.expressions for key, leaf in e.leaves.items()}
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
-            if (
-                twin.requires_grad
-            ):  # otherwise a constant, for example under no_grad or from a comparison
+            # Otherwise it is a constant, for example under no_grad or from a comparison.
+            if twin.requires_grad:
                 self._add_expression(value, twin, self._operations.key(call.key, number), leaves)
 
     def _row_by_row(self, call: Call, axis: int) -> Any:
@@ -286,7 +263,8 @@ class Follower(TorchFunctionMode):
             # A linear map's input may have other axes than its output, except for the first.
             M, with_rows = len(use.a), {id(use.a): (use.a, -use.a.dim())}
         else:
-            others = [t for t in call.tensors if id(t) not in expressions and t.dim() >= -axis]
+            tensors = tensors_in((call.args, call.kwargs))
+            others = [t for t in tensors if id(t) not in expressions and t.dim() >= -axis]
             M = max((t.shape[axis] for t in others), default=1)
             if M == 1 and call.changes is None:  # the size may be another argument, as in expand
                 M = call.run().shape[axis]
@@ -343,12 +321,12 @@ class Follower(TorchFunctionMode):
         # rows; in the copies each row m has its own gradient. Expand, do not copy: one piece of
         # memory serves all rows.
         source = expression.value.detach().expand(M, *expression.value.shape).requires_grad_()
-        self._receiver.add_source(source)
+        self._capture.add_source(source)
         examples = M // rows_of_each if rows is None else rows.num_examples
         uses = {leaf: Use(source.new_zeros(examples, 0)) for leaf in expression.leaves}
         for leaf, use in uses.items():
             if isinstance(leaf, str):
-                self._receiver.report_input(own[leaf], use)
+                self._capture.report_input(own[leaf], use)
 
         def on_gradient(b: Tensor) -> None:
             b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
@@ -360,7 +338,7 @@ class Follower(TorchFunctionMode):
                 b = at_least_float32(b).unflatten(0, (-1, rows_of_each)).sum(1)
             for leaf, gradients in expression.gradients(b).items():
                 if isinstance(leaf, str):
-                    self._receiver.report_gradient(own[leaf], uses[leaf], gradients)
+                    self._capture.report_gradient(own[leaf], uses[leaf], gradients)
                 else:  # other parts of its gradient may follow
                     earlier = self._partial_gradients.get(leaf)
                     gradients = gradients if earlier is None else earlier + gradients
@@ -381,7 +359,9 @@ class Follower(TorchFunctionMode):
                 f"Layer {tracked} runs with {use.settings} and with {layer.settings}. These runs "
                 "have no common block. Freeze it (requires_grad_(False))."
             )
-        return self._receiver.report_run(tracked, use.a, call.run())
+        output = call.run()
+        self._capture.before(tracked)
+        return self._capture.after(tracked, layer, (use.a,), {}, output)
 
     def _in_stack(self, layers: tuple[TrackedLayer, ...], use: "WeightUse") -> TrackedLayer:
         stored = self._stored(use.weight)
@@ -611,10 +591,7 @@ WEIGHTS: dict[Callable[..., Any], tuple[type[Rule], tuple[str, ...]]] = {
     F.linear: (LinearRule, ("input", "weight", "bias")),
     **dict.fromkeys(
         (F.conv1d, F.conv2d, F.conv3d),
-        (
-            ConvolutionRule,
-            ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-        ),
+        (ConvolutionRule, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")),
     ),
     F.embedding: (
         EmbeddingRule,

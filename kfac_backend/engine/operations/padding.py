@@ -50,7 +50,7 @@ class _Uses(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         names = [name for t in tensors_in((args, kwargs)) if (name := self._names.get(id(t)))]
         if names and tensors_in(output):  # not only a shape, for example
-            row = padding_of(func, args, kwargs or {})
+            row, _ = padding_of(func, args, kwargs or {})
             for name in names:
                 self.rows.setdefault(name, set()).add(row)
         return output
@@ -64,25 +64,19 @@ class NoTangentOfPadding(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        row = padding_of(func, args, kwargs or {})
+        row, tokens = padding_of(func, args, kwargs or {})
         if row is None or func is F.embedding_bag:  # embedding_bag leaves padding out of its sums
             return output
-        tokens = _arguments(func, args, kwargs or {})["input"]
         return torch.where((tokens == row)[..., None], output.detach(), output)
 
 
 def padding_of(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> int | None:
-    """Return the padding row of a lookup, counted from 0; None without padding or lookup."""
+) -> tuple[int | None, Any]:
+    """Return the padding row of a lookup, counted from 0, and the tokens; None without either."""
     if func not in LOOKUPS:
-        return None
-    arguments = _arguments(func, args, kwargs)
+        return None, None
+    arguments = inspect.signature(func).bind(*args, **kwargs).arguments
     row = arguments.get("padding_idx")
-    return row if row is None or row >= 0 else row + len(arguments["weight"])
-
-
-def _arguments(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    return inspect.signature(func).bind(*args, **kwargs).arguments
+    row = row if row is None or row >= 0 else row + len(arguments["weight"])
+    return row, arguments["input"]
