@@ -101,11 +101,8 @@ def read_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata of `write_tensors`, after verifying the checksum.
 
-    Args:
-        path: the file.
-        device: device of the tensors.
-        kind: content of the file, for errors.
-        of_others: also read files of other programs, which have no checksum.
+    ``kind`` describes the content in errors. With ``of_others`` files of other programs, which have
+    no checksum, are read, too.
 
     Raises:
         FileNotFoundError: no such file.

@@ -131,10 +131,6 @@ class SecondMoments(HeldGradients):
 
     The gradients of several vectors are held and squared together, because the rotation of inputs
     into the basis costs as much for one vector as for several.
-
-    Args:
-        bases: maps a name to the eigenbasis of the block.
-        device: the device of the pass.
     """
 
     def __init__(self, bases: Mapping[str, EigenBlock], device: torch.device) -> None:

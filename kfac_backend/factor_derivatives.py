@@ -151,15 +151,7 @@ class FactorDerivatives:
 class PairedRows(FactorSums):
     """Differentiate Σ ⟨G, x xᵀ⟩ over all rows x that `FactorSums` would sum.
 
-    The blocks of parameters without a rule are fixed.
-
-    Args:
-        tensors: the tensors of the gradient.
-        factors: the arguments of F.
-        of_factors: G.
-        of_loss: c.
-        likelihood: likelihood of the targets.
-        options: options of the pass.
+    The blocks of parameters without a rule are fixed. See `factor_gradients` for the arguments.
     """
 
     differentiable = True
@@ -330,13 +322,10 @@ def _requiring(tensors: Sequence[Tensor], required: bool) -> Iterator[None]:
 
 
 class _Paired(Gram):
-    """Inner product of a Gram matrix Σ x xᵀ with a matrix G, with its graph.
+    """Inner product of a Gram matrix Σ x xᵀ with ``weight``, a matrix G, with its graph.
 
-    Args:
-        gram: the Gram matrix, for its sizes.
-        weight: G, (groups, d, d) or (d, d) for all groups; None leaves it out.
-        scalars: receives the inner products of added rows.
-        differentiable: whether to ignore rows without a graph.
+    ``scalars`` receives the inner products of added rows. G is (groups, d, d), or (d, d) for all
+    groups; None leaves it out. With ``differentiable``, rows without a graph are ignored.
     """
 
     def __init__(

@@ -123,18 +123,21 @@ class DrawnLabels(Fisher):
 
     name = "mc"
     draws = True
+    draws_labels: ClassVar[bool] = True
+    """Whether labels are drawn where the likelihood can draw them."""
 
     def columns(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> Iterator[Tensor]:
-        """Yield ``mc_samples`` drawn gradients, each over √mc_samples."""
-        draw = likelihood.drawn_root if f.requires_grad else likelihood.drawn_gradient
+        """Yield ``mc_samples`` draws, each over √mc_samples."""
+        of_labels = self.draws_labels and not f.requires_grad
+        draw = likelihood.drawn_gradient if of_labels else likelihood.drawn_root
         for _ in range(self.mc_samples):
             drawn = draw(f, y, generator)
             yield drawn if self.mc_samples == 1 else drawn / self.mc_samples**0.5
 
 
-class RandomSigns(Fisher):
+class RandomSigns(DrawnLabels):
     """An unbiased estimate of Λ: S ε with random signs ε, over √mc_samples.
 
     It costs as much as drawn labels, and is less noisy if the network is confident. Nearly all
@@ -143,15 +146,7 @@ class RandomSigns(Fisher):
     """
 
     name = "random_signs"
-    draws = True
-
-    def columns(
-        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
-    ) -> Iterator[Tensor]:
-        """Yield ``mc_samples`` vectors S ε, each over √mc_samples; differentiable in f."""
-        for _ in range(self.mc_samples):
-            drawn = likelihood.drawn_root(f, y, generator)
-            yield drawn if self.mc_samples == 1 else drawn / self.mc_samples**0.5
+    draws_labels = False
 
 
 class EmpiricalFisher(Fisher):

@@ -303,17 +303,10 @@ def sum_over_ranks(
 ) -> PassSums:
     """Sum over all ranks' data in place, the same to the bit on each rank; collective.
 
-    Args:
-        sums: this rank's sums.
-        ranks: all ranks.
-        model: the model, which must be the same on all ranks, up to rounding.
-        must_agree: other objects with the same text (``str``) on all ranks, such as options, by
-            their names in errors.
-        by_owners: whether a single rank, its owner, keeps each sum. On the others it lies on the
-            meta device: it has no values and takes no memory.
-
-    Raises:
-        RankError: a rank has another model, other options or another version.
+    All ranks must have the same model, up to rounding, and the same objects in ``must_agree``: they
+    are compared as texts (``str``), and their keys are their names in errors. With ``by_owners`` a
+    single rank, its owner, keeps each sum. On the others it lies on the meta device: it has no
+    values and takes no memory.
     """
     # Step 1: a small message with counts and shapes. Ranks must agree before they reduce.
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

@@ -265,18 +265,12 @@ def compute_eigenvalues(
     ranks: Ranks | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Compute and cache the eigenvalues of all blocks.
+    """Compute and cache the eigenvalues of all blocks, except those that all ranks know.
 
-    Args:
-        blocks: the blocks. Those with known eigenvalues on all ranks are left out.
-        ranks: the ranks that share the work, the largest factors first by d³. All must have the
-            same blocks and call this; all get the same numbers to the bit. With None this process
-            does all the work. If only some ranks have a factor, one of these solves it.
-        device: device of results from other ranks; None uses the factors' device.
-
-    Raises:
-        ValueError: a factor is not finite.
-        RuntimeError: another rank has ended, or has such a factor.
+    ``ranks`` share the work, the largest factors first by d³; with None this process does it all.
+    All ranks must have the same blocks and call this, and get the same numbers to the bit. If only
+    some ranks have a factor, one of these solves it. ``device`` is the device of results from other
+    ranks; None uses the factors' device.
     """
     # A corrected block has its own eigenvalues.
     plain = [block for block in blocks if type(block) is KroneckerBlock]

@@ -347,12 +347,9 @@ class KroneckerFactors:
 def _block(
     entry: Mapping[str, Any], tensors: Mapping[str, Tensor], factors: dict[str, Factor]
 ) -> KroneckerBlock:
-    """Return a block from its header entry and tensors; with an eigenbasis it is corrected.
+    """Return a block from its header entry and the state's tensors; an eigenbasis corrects it.
 
-    Args:
-        entry: the block's entry.
-        tensors: tensors of the state.
-        factors: the factors so far, by their keys; the block's factors are added.
+    ``factors`` has the factors so far, by their keys; the block's factors are added.
     """
     name, terms = entry["name"], entry["num_terms"]
     terms = tuple(terms) if isinstance(terms, list | tuple) else terms

@@ -30,11 +30,9 @@ def covariance_part(
 ) -> Float[Tensor, "T *rest"]:
     """Return one parameter's part of J Σ Jᵀ, exact: (T, q·C, q·C) for T sets of q examples.
 
-    Args:
-        gradients: gradients of N = T·q examples; their spectrum is the posterior precision's, > 0.
-        product_bytes: bytes of G̃ that are computed at once, but at least one row.
-        q: number of examples in a set; 1 gives each example's covariance (N, C, C).
-        variance_only: return the diagonals (N, C), without products of different outputs.
+    The spectrum of the N = T·q gradients is the posterior precision's, > 0. At least one row, and
+    at most ``product_bytes`` of G̃ are computed at once. q = 1 gives each example's covariance
+    (N, C, C), or with ``variance_only`` its diagonal (N, C), without products of different outputs.
     """
     concatenated, s = gradients.concatenated_uses(), gradients.spectrum
 

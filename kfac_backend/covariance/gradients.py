@@ -61,11 +61,9 @@ class ParameterGradients(NamedTuple):
     def dense_in_basis(
         self, most_bytes: int, q: int = 1
     ) -> Iterator[Float[Tensor, "n C *spectrum"]]:
-        """Yield Qᵀ g of the dense gradients g, n examples at a time, in the spectrum's shape.
+        """Yield Qᵀ g of the dense gradients g in the spectrum's shape, some examples at a time.
 
-        Args:
-            most_bytes: maximum number of bytes of n examples.
-            q: divisor of n.
+        These take at most ``most_bytes``, and q divides their number.
         """
         _, N, _, C, _ = self.uses[0][0].b.shape
         Q_B, Q_A = self.block.Q_B, self.block.Q_A
@@ -102,11 +100,9 @@ class LayerGradients:
     ) -> Iterator[tuple[slice, ParameterGradients]]:
         """Yield the gradients of one parameter after the other, with the slice of their examples.
 
-        Args:
-            layer_uses: the uses. Each is dropped before the next one is read.
-            uses: number of runs of each layer.
-            most_bytes: maximum number of bytes of a use's inputs and gradients at once; None takes
-                all examples together.
+        Each of the layers' uses is dropped before the next one is read. ``uses`` has the number of
+        runs of each layer, and ``most_bytes`` limits the bytes of a use's inputs and gradients at
+        once; None takes all examples together.
         """
         tied = []
         for tracked, use, rows in layer_uses:
@@ -158,22 +154,15 @@ class LayerGradients:
 class HeldGradients(Sink):
     """Hold the gradients of all layers' outputs, vector by vector, until `take` returns them.
 
-    Args:
-        gradients: the layers' gradients.
-        num_examples: number of examples of all uses; None does not check it.
-        differentiable: whether the gradients keep their graph to the model's input.
+    If ``num_examples`` is set, all uses must have this number.
     """
 
     needs_inputs = True
 
-    def __init__(
-        self,
-        gradients: LayerGradients,
-        num_examples: int | None = None,
-        differentiable: bool = False,
-    ) -> None:
-        self.gradients, self.num_examples = gradients, num_examples
-        self.differentiable = differentiable
+    num_examples: int | None = None
+
+    def __init__(self, gradients: LayerGradients, differentiable: bool = False) -> None:
+        self.gradients, self.differentiable = gradients, differentiable
         self.forget()
 
     def forget(self) -> None:

@@ -37,12 +37,7 @@ from kfac_backend.covariance.gradients import (
     ParameterGradients,
     PosteriorPrecision,
 )
-from kfac_backend.engine.batches import (
-    detached,
-    example_shapes,
-    examples,
-    num_examples,
-)
+from kfac_backend.engine.batches import detached, example_shapes, examples, num_examples
 from kfac_backend.engine.capture import Capture, Sink
 from kfac_backend.engine.factor_sums import total_memory
 from kfac_backend.engine.model_calls import (

@@ -164,12 +164,8 @@ class Factor:
         """Return a factor whose entries, summed over ranks, give the sum of all ranks' factors.
 
         If the rows of all ranks are few, they are stacked, with zeros for the rows of other ranks.
-
-        Args:
-            of_ranks: each rank's factor, on the meta device. It is None for a rank without data. If
-                this rank has none, its own factor has no values either.
-            rank: number of this rank.
-            device: device of the result.
+        ``of_ranks`` has each rank's factor on the meta device, or None for a rank without data. If
+        this rank has none, its own factor has no values either.
         """
         rows = [None if F is None else F.rows for F in of_ranks]
         counts = [0 if x is None else x.shape[-2] for x in rows]
@@ -234,9 +230,7 @@ class Gram(ABC):
     def add(self, rows: Tensor, fresh: bool = False) -> None:
         """Add the outer products of rows (G, M, d).
 
-        Args:
-            rows: the rows.
-            fresh: whether nothing else will change them, so that they may wait without a copy.
+        ``fresh`` rows, which nothing else will change, may wait without a copy.
         """
 
     def entries(self, rows: Tensor) -> Tensor:
@@ -406,11 +400,7 @@ class FactorSum:
     _by_roots: bool = False
 
     def add(self, sums: Float[Tensor, "G N d"]) -> None:
-        """Add one use's sums of each example. They wait for the sums of other uses.
-
-        Args:
-            sums: the sums. Nothing may change them afterwards.
-        """
+        """Add one use's sums of each example, which wait for other uses and must not change."""
         sums, before = at_least_float32(sums), self.waiting
         # The uses of a scalar may differ in their number of terms.
         entries = self.gram.entries

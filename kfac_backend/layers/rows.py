@@ -129,12 +129,7 @@ def consecutive_rows(M: int, N: int, device: torch.device) -> Rows | None:
 
 
 def current_rows() -> Rows | None:
-    """Return the innermost `examples_of_rows` or `counted_positions`; None outside of them.
-
-    Raises:
-        TypeError: an index that is not of integers.
-        ValueError: a number outside of -1..N-1.
-    """
+    """Return the innermost `examples_of_rows` or `counted_positions`; None outside of them."""
     declared = _current.get()
     return None if declared is None else declared()
 
@@ -206,13 +201,10 @@ def rows_of_sequences(
 ) -> Iterator[None]:
     """Declare the examples of the rows of x (N, R, ...) from the model's declaration and padding.
 
-    A declaration for rows with other axes is about other sequences, and is ignored here.
-
-    Args:
-        x: sequences, transposed so that the examples come first.
-        batch_first: whether the examples come first in the layer's input, to which an index
-            belongs.
-        padding: (N, R), True or -inf for positions that do not count.
+    A declaration for rows with other axes is about other sequences, and is ignored here. The
+    sequences x are transposed so that the examples come first; ``batch_first`` says whether they
+    do in the layer's input, to which an index belongs. ``padding`` (N, R) is True or -inf for
+    positions that do not count.
     """
     N, R = x.shape[:2]
     rows, index, weights, by_roots, examples = current_rows(), None, None, False, N

@@ -44,19 +44,11 @@ def damped_inverses(
     damping_on: DampingOn,
     once: bool = False,
 ) -> list[Inverse]:
-    """Compute (F + damping)⁻¹ of blocks of the mean loss, for `precondition`.
+    """Compute (F + damping)⁻¹ of blocks F of the mean loss, for `precondition`.
 
-    With damping on the factors it waits for a GPU twice, for any number of blocks.
-
-    Args:
-        blocks: F = B ⊗ A each, or B alone, to which λ itself is added.
-        dampings: λ > 0 of each.
-        damping_on: see `PreconditionerOptions`.
-        once: whether they are used for one gradient only. With damping on the factors no inverse is
-            computed then.
-
-    Raises:
-        FloatingPointError: a factor is not finite.
+    Each block has its own λ > 0, and a block without A gets λ itself. With damping on the factors
+    the function waits for a GPU twice, for any number of blocks. It then returns roots instead of
+    inverses if they are used only ``once``.
     """
     if not blocks:
         return []
@@ -187,12 +179,7 @@ def diverging(quantity: str) -> FloatingPointError:
 def kl_clip_factor(inner_products: Tensor, learning_rate: float, kl_limit: float) -> Tensor:
     """Return min(1, √(κ / (η² Σ⟨p̂, g⟩))), which bounds the change of predictions at about κ nats.
 
-    Source: Ba, Grosse & Martens 2017, section 5.
-
-    Args:
-        inner_products: ⟨p̂, g⟩ of each parameter.
-        learning_rate: η.
-        kl_limit: κ.
+    η is the learning rate and κ the limit. Source: Ba, Grosse & Martens 2017, section 5.
     """
     moved = learning_rate**2 * inner_products.sum()
     return (kl_limit / moved.clamp(min=torch.finfo(moved.dtype).tiny)).sqrt().clamp(max=1.0)

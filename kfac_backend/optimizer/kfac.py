@@ -256,11 +256,7 @@ class KFAC(Optimizer):
         return False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise an error for copies, like `KfacPreconditioner`.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise a TypeError for copies, like `KfacPreconditioner`."""
         raise no_copies(self)
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,9 +33,7 @@ MeanOver = Literal["terms", "examples"]
 class LossCheck:
     """Derive the targets, and the kind of loss, from a training's gradients, step by step.
 
-    Args:
-        task: task of the curvature. It may then have targets that do not count.
-        loss_mean_over: unit of the mean in the loss.
+    The task of the curvature may then have targets that do not count.
     """
 
     def __init__(self, task: Task, loss_mean_over: MeanOver) -> None:
@@ -47,20 +45,12 @@ class LossCheck:
     def targets(self, f: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
         """Return targets that only show which terms count, because the labels are not known here.
 
-        A term with gradient zero counts as one whose label does not count. If each example has one
-        term, this applies only if a mask or the options say that there are such terms: the gradient
-        is also zero if the network is so confident that it rounds to zero.
+        The loss has the gradient g at the outputs f (N, ..., C). A term with gradient zero counts
+        as one whose label does not count. If each example has one term, this applies only if a mask
+        (N, R) or the options say that there are such terms: the gradient is also zero if the
+        network is so confident that it rounds to zero.
 
         The first batch that shows it decides whether to warn that the loss is not the likelihood's.
-
-        Args:
-            f: outputs (N, ..., C).
-            g: the loss's gradient there.
-            mask: which positions count (N, R); None means all.
-
-        Raises:
-            NotImplementedError: a likelihood whose curvature depends on the targets.
-            ValueError: outputs that do not fit the likelihood, or whose classes are second.
         """
         likelihood = self._task.likelihood
         if likelihood.needs_targets:
@@ -88,13 +78,9 @@ class LossCheck:
 
 
 def check_axis(f: Tensor, g: Tensor) -> None:
-    """Raise a ValueError if the loss has the classes on the second axis of the outputs.
+    """Raise a ValueError if the loss has the classes on the second axis of the outputs f.
 
-    The gradient of a cross-entropy sums to zero over the classes for any labels.
-
-    Args:
-        f: outputs (N, ..., C).
-        g: the loss's gradient there.
+    The gradient g of a cross-entropy sums to zero over the classes for any labels.
     """
     g = at_least_float32(g.detach())
     size = float(g.abs().sum())
@@ -112,13 +98,8 @@ def check_axis(f: Tensor, g: Tensor) -> None:
 def why_not(f: Tensor, g: Tensor, likelihood: Likelihood, of_examples: bool) -> str | None:
     """Return why the loss is not the likelihood's: empty if it may be, None if unclear.
 
-    It waits for a GPU.
-
-    Args:
-        f: outputs (N, ..., C).
-        g: the loss's gradient there.
-        likelihood: K-FAC's likelihood.
-        of_examples: whether the loss should be a mean over examples, and not over their terms.
+    The loss has the gradient g at the outputs f (N, ..., C). With ``of_examples`` it should be a
+    mean over examples, otherwise over their terms. The function waits for a GPU.
     """
     tolerance = TOLERANCES.get(f.dtype)
     if tolerance is None:  # in float16 small gradients are zero

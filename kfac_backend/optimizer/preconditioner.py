@@ -28,13 +28,7 @@ from kfac_backend.optimizer.damped_inverse import (
 )
 from kfac_backend.optimizer.loss_check import MeanOver
 from kfac_backend.optimizer.training_pass import TrainingPass
-from kfac_backend.options import (
-    CurvatureOptions,
-    Options,
-    check_keys,
-    check_option,
-    check_positive,
-)
+from kfac_backend.options import CurvatureOptions, Options, check_keys, check_option, check_positive
 from kfac_backend.ranks import ProcessGroupOption
 from kfac_backend.sharding import (
     digest,
@@ -375,11 +369,7 @@ class KfacPreconditioner:
         self._pass.detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise an error for copies, whose hooks would belong to no model.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise a TypeError for copies, whose hooks would belong to no model."""
         raise no_copies(self)
 
     def __del__(self) -> None:
@@ -441,10 +431,7 @@ class KfacPreconditioner:
         self._constants = {name: (first, end) for name, (first, end) in state["constants"].items()}
         self._blocks = {
             name: KroneckerBlock(
-                name,
-                tensors["B"],
-                tensors.get("A"),
-                constants=self._constants.get(name, (0, 0)),
+                name, tensors["B"], tensors.get("A"), constants=self._constants.get(name, (0, 0))
             )
             for name, tensors in _copies(state["blocks"], device).items()
         }
@@ -656,12 +643,7 @@ def with_keywords(
     curvature: CurvatureOptions,
     keywords: Mapping[str, Any],
 ) -> tuple[PreconditionerOptions, CurvatureOptions]:
-    """Return the options with single ones changed by keywords of a class's constructor.
-
-    Raises:
-        TypeError: a keyword is not an option; the message lists all options.
-        ValueError: a training step does not use the option.
-    """
+    """Return the options with single ones changed by keywords of a class's constructor."""
     of_steps, of_curvature = ({f.name for f in fields(o)} for o in (options, curvature))
     unknown = [name for name in keywords if name not in of_steps | of_curvature]
     if unknown:

@@ -71,12 +71,6 @@ class TrainingPass:
     BatchNorm may be in train mode, except with fisher="exact". Vectors then go back through the
     batch's statistics, like the training's gradients. A row n of a layer affects the outputs m of
     all examples, and the factors are those of the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
-
-    Raises:
-        ValueError: options that the likelihood, the device or the layers do not support, or that
-            only a separate pass supports.
-        NotImplementedError: a layer with an option that its rule does not support; in a forward
-            pass, a use that hooks cannot follow.
     """
 
     def __init__(
@@ -397,10 +391,7 @@ class TrainingPass:
 class TrainedParameters:
     """Select the parameters with a block: trained ones with a rule and with hooks.
 
-    Args:
-        model: the model.
-        parameters: maps names to parameters that get a block while they are trained
-            (``requires_grad``).
+    ``parameters`` maps names to those that get a block while they are trained (``requires_grad``).
     """
 
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
@@ -500,9 +491,6 @@ def _only_with_hooks(assignment: RuleAssignment, others: Mapping[str, object]) -
     """Return the assignment without parameters that need to be followed by operations.
 
     Following would replace the parameters by other leaves, which a training step cannot use.
-
-    Raises:
-        ValueError: no parameter is left.
     """
     return replace(assignment.with_constants(others), unknown={}, operations=Operations())
 
