@@ -108,6 +108,7 @@ def steps_to_target(study, problem, reference, method):
 
 
 graph = partial(steps_to_target, "graph_network_training", "nci1", "nesterov")
+by_loss = partial(steps_to_target, "graph_network_loss", "nci1_loss", "nesterov")
 images = partial(steps_to_target, "vision_transformer_training", "cifar10", "nadamw")
 
 
@@ -126,13 +127,13 @@ def every_step(method):
     )
 
 
-def control_of_images():
-    """Seeds of the shorter schedule that reach the target, their last accuracy, and the target."""
-    target = target_of(result("vision_transformer_training/cifar10_nadamw_seeds"))
-    curves = result("vision_transformer_training/cifar10_nadamw_short_seeds")["curves"]
-    reached = sum(settled_at(c, "accuracy", target) is not None for c in curves)
-    last = mean_with_error([c["accuracy"][-1] for c in curves], "{:.4f}")
-    return f"{reached} of {len(curves)} seeds; last accuracy {last}, the target is {target:.4f}"
+def control(reference, metric):
+    """Seeds of the shorter schedule that reach the target, their last metric, and the target."""
+    target = target_of(result(f"{reference}_seeds"))
+    curves = result(f"{reference}_short_seeds")["curves"]
+    reached = sum(settled_at(c, metric, target) is not None for c in curves)
+    last = mean_with_error([c[metric][-1] for c in curves], "{:.4f}")
+    return f"{reached} of {len(curves)} seeds; last {metric} {last}, the target is {target:.4f}"
 
 
 def chosen(name):
@@ -258,6 +259,15 @@ def numbers():
         ],
         "Figure 3, reduce": [f"{r[2]} ({r[1]}), reached by {r[0]}"],
         "Figure 3: the share": [f"{e[3]} and {r[3]}"],
+        "Figure 3 by the validation loss: expand": [
+            f"{by_loss('expand')[2]} ({by_loss('expand')[1]}), reached by {by_loss('expand')[0]}"
+        ],
+        "Figure 3 by the validation loss: reduce": [
+            f"{by_loss('reduce')[2]} ({by_loss('reduce')[1]}), reached by {by_loss('reduce')[0]}"
+        ],
+        "Figure 3 by the validation loss: the control": [
+            control("graph_network_loss/nci1_loss_nesterov", "loss")
+        ],
         "Section 4.2: runs with reduce": [f"± {e[1].split()[-1]} and ± {r[1].split()[-1]}"],
         "Section 4: the control of figure 3": [f"{c[2]} ({c[1]}), reached by {c[0]}"],
         "Figure 5, steps": [
@@ -265,7 +275,9 @@ def numbers():
             f"last accuracy {x[1]} and {z[1]}, the target is {x[2]}",
         ],
         "Figure 5, time": [f"a step takes {x[3]} (expand) and {z[3]} (reduce) times"],
-        "Section 4: the control of figure 4": [control_of_images()],
+        "Section 4: the control of figure 4": [
+            control("vision_transformer_training/cifar10_nadamw", "accuracy")
+        ],
         "Figure 4, expand": [f"{E[2]} ({E[1]}), reached by {E[0]}"],
         "Figure 4, reduce": [f"{R[2]} ({R[1]}), reached by {R[0]}"],
         "Figure 4: both": [f"{E[3]} and {R[3]}"],

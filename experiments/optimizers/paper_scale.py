@@ -137,7 +137,7 @@ IMAGENET = Workload(
 EVERY_STEP = {"expand": Candidate(2e-3, 1e-5), "reduce": Candidate(2e-3, 1e-5)}
 WORKLOADS = {
     "molpcba": Workload(
-        "graph_network_training", molpcba, MoleculeNetwork, "bernoulli", property_loss,
+        "graph_network_loss", molpcba, MoleculeNetwork, "bernoulli", property_loss,
         mean_average_precision, 0.28098, 512,
         Schedule(60_000, 3_000, "linear", end=1e-3, fall=0.861509027839639), 500,
         {

@@ -66,6 +66,7 @@ TABLES = {
     "ekfac_timing": ("speed.ekfac_timing",),
     "exactness": ("exactness.modes",),
     "fits": ("speed.fits",),
+    "graph_network_loss": (TO_TARGET, "--study", "graph_network_loss"),
     "graph_network_training": (TO_TARGET, "--study", "graph_network_training"),
     "label_noise": ("labels.label_noise",),
     "language_model_pass": ("speed.language_model_pass",),
