@@ -165,7 +165,7 @@ class Estimator(BaseEstimator):
         method: AcquisitionMethod = "mutual_information",
         *,
         labelled: Any = None,
-        joint: bool = False,
+        joint: bool | None = None,
     ) -> np.ndarray:
         """Return indices (number,) of the rows of X to label next, the best first.
 
@@ -174,7 +174,8 @@ class Estimator(BaseEstimator):
             number: number of rows to choose.
             method: score of a row, see `marglik.acquire`.
             labelled: indices or a mask (N,) of rows that already have labels.
-            joint: whether each choice accounts for the labels of the rows chosen before.
+            joint: whether each choice accounts for the labels of the rows chosen before. None does
+                so for the mutual information, where this is supported.
         """
         x = self._checked_inputs(X)
         chosen = acquire(self.posterior_, x, number, method, labelled=labelled, joint=joint)

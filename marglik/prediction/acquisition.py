@@ -5,11 +5,13 @@ I(y; θ | x) = H(E p(y|x, θ)) − E H(p(y|x, θ)) in nats, under the uncalibrat
 regression with Gaussian noise it is ½ log det(I + J Σ Jᵀ/σ²). An ambiguous input has a high entropy
 but little mutual information, because its label hardly informs about the parameters.
 Sources: Houlsby et al. 2011 (arXiv:1112.5745); Kirsch, van Amersfoort & Gal 2019
-(arXiv:1906.08158) for the joint choice of several inputs.
+(arXiv:1906.08158) for the joint choice of several inputs. They weigh samples of the parameters for
+each joint label. Ours conditions the outputs' covariance instead, see `choose_by_outputs`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from kfac_backend.engine.batches import examples, num_examples
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import check_option, check_positive
+from kfac_backend.sharding import is_sharded
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import (
@@ -34,9 +37,6 @@ AcquisitionMethod = Literal["mutual_information", "entropy", "margin", "random"]
 
 MOST_CANDIDATES = 500
 """Number of candidates of a joint choice: the inputs with the highest scores."""
-MOST_LABELLINGS = 512
-"""Maximum number of joint labels of the chosen inputs over which a joint choice averages. If more
-are possible, it draws this number at random."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def acquire(
     method: AcquisitionMethod = "mutual_information",
     *,
     labelled: Any = None,
-    joint: bool = False,
+    joint: bool | None = None,
     samples: int = 256,
     layers: LayersOption = "auto",
     batch_size: int = 256,
@@ -84,9 +84,11 @@ def acquire(
         joint: whether each choice accounts for the labels of the inputs chosen before, so that two
             inputs are not chosen for the same information. The choice is greedy among the 500
             inputs with the highest scores. It maximises the mutual information between all chosen
-            labels and the parameters of all layers. It needs the posterior. For classes it averages
-            over ``samples`` of the linearised network. For regression it is exact and needs a
-            tensor of vectors (M, d).
+            labels and the parameters of all layers. It needs the posterior. For classes it uses
+            ``samples`` of the linearised network, and the expected covariance of their outputs
+            given the labels chosen before. For regression it is exact and needs vectors (M, d).
+            None chooses jointly if this is supported and ``layers`` selects all layers. Pools as
+            loaders, and more than 500 inputs, are then chosen by their own scores.
         samples: number of samples of the outputs, for classes.
         layers: layers whose uncertainty is included, see `PredictiveConfig`.
         batch_size: number of inputs per batch.
@@ -102,6 +104,8 @@ def acquire(
     check_positive("number", number)
     if hasattr(pool, "__array__") and not isinstance(pool, Tensor):
         pool = torch.as_tensor(pool)
+    if joint is None:
+        joint = number > 1 and _chooses_jointly(source, pool, number, method, layers)
     if joint and (method != "mutual_information" or not isinstance(source, Posterior)):
         raise ValueError(
             f"joint=True needs method 'mutual_information' and a Posterior, not {method!r} and "
@@ -141,6 +145,27 @@ def acquire(
     with torch.no_grad():
         chosen, gain = choose(source, examples(pool, candidates), number, samples, generator)
     return Acquisition(candidates[chosen], torch.stack(gain).double().cpu(), scores)
+
+
+def _chooses_jointly(
+    source: Posterior | Predictive, pool: Any, number: int, method: str, layers: LayersOption
+) -> bool:
+    """Return whether a joint choice is the default: where it is supported and takes seconds.
+
+    It uses the parameters of all layers, at three forward passes for each candidate and sample. In
+    a network whose own scores are from the last layer alone this can take hours.
+    """
+    if method != "mutual_information" or not isinstance(source, Posterior):
+        return False
+    if number > MOST_CANDIDATES or not isinstance(pool, Tensor | Mapping):
+        return False
+    if is_sharded(source.model):  # has no samples of the parameters
+        return False
+    if PredictiveConfig(layers=layers).for_posterior(source).layers != "all":
+        return False
+    if source.likelihood.kind == "classes":
+        return True
+    return source.likelihood.name == "regression" and isinstance(pool, Tensor) and pool.dim() == 2
 
 
 def _batches(pool: Any, batch_size: int) -> Iterator[Any]:
@@ -255,8 +280,8 @@ def _half_log_det(V: Float[Tensor, "*n C C"]) -> Float[Tensor, "*n"]:
     return 0.5 * torch.logdet(V + torch.eye(V.shape[-1]).to(V))
 
 
-# A greedy joint choice has at least 63 % of the information of the best choice, because the
-# information of labels that are independent given θ is submodular.
+# For regression, a greedy joint choice has at least 63 % of the information of the best choice,
+# because the information of labels that are independent given θ is submodular.
 
 
 def _choose_numbers(
@@ -287,15 +312,16 @@ def _choose_numbers(
 def _choose_labels(
     posterior: Posterior, x: Any, number: int, samples: int, generator: torch.Generator
 ) -> tuple[list[int], list[Tensor]]:
-    """Choose by samples of the parameters and hypothetical labels, for classes."""
-    likelihood = posterior.likelihood
-    f = posterior.linearised_outputs(posterior.sample(samples, generator), x)  # (S, T, C)
+    """Choose by samples of the outputs, conditioned on the chosen labels (classes)."""
+    try:
+        f = posterior.linearised_outputs(posterior.sample(samples, generator), x)  # (S, T, C)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{error} Or pass joint=False.") from error
     if f.dim() != 3:
         raise NotImplementedError(
             f"Outputs have shape {tuple(f.shape[1:])}, but acquire supports outputs (N, C)."
         )
-    p = _probabilities(likelihood, f)
-    return choose_by_samples(p, number, generator)
+    return choose_by_outputs(f, number, partial(_probabilities, posterior.likelihood))
 
 
 def _probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
@@ -304,48 +330,52 @@ def _probabilities(likelihood: Likelihood, f: Tensor) -> Tensor:
     return (1 - noise) * p + noise / p.shape[-1]
 
 
-def choose_by_samples(
-    p: Float[Tensor, "S T K"], number: int, generator: torch.Generator | None = None
+def choose_by_outputs(
+    f: Float[Tensor, "S T C"], number: int, probabilities: Callable[[Tensor], Tensor]
 ) -> tuple[list[int], list[Tensor]]:
-    """Choose inputs greedily by I(y_B; θ), with θ uniform over S samples.
+    """Choose inputs greedily by their mutual information, given the labels of earlier choices.
 
-    The information is exact for these samples while the chosen inputs have at most
-    `MOST_LABELLINGS` joint labels. With more, it is an average over random joint labels.
+    The outputs keep their means, and a choice replaces their covariance by the expected covariance
+    given its label, see `given_label`. Weights of the same samples for each joint label, as in
+    BatchBALD, are exact, but contain at most log S nats, which ten labels exhaust.
 
     Args:
-        p: probability of each label of each candidate at each sample.
+        f: joint samples of the outputs of T candidates.
         number: number of inputs to choose.
-        generator: random generator.
+        probabilities: function from outputs (S, T, C) to the probabilities of labels (S, T, K).
 
     Returns:
         Indices of the chosen candidates, in order, and the information that each adds (nats).
     """
-    S, _, K = p.shape
-    entropies = torch.special.entr(p).sum(-1)  # (S, T)
-    flat = p.flatten(1)
-    # A labelling gives a hypothetical label to each chosen input. It has a probability, and weights
-    # of the samples of θ given its labels. A candidate adds its mutual information with θ under
-    # these weights, averaged over the labellings.
-    weights, probability = p.new_full((1, S), 1 / S), p.new_ones(1)
+    mean = f.mean(0)
+    deviations = f - mean
     chosen, gains = [], []
     for _ in range(number):
-        predicted = (weights @ flat).unflatten(1, (-1, K))  # (labellings, T, K)
-        gain = probability @ (torch.special.entr(predicted).sum(-1) - weights @ entropies)
+        p = probabilities(mean + deviations)
+        of_mean = torch.special.entr(p.mean(0)).sum(-1)
+        gain = of_mean - torch.special.entr(p).sum(-1).mean(0)
         best = _first_of_largest(gain, chosen)
         chosen.append(best)
         gains.append(gain[best].clamp(min=0))
-        # Combine each labelling with each label of the new input, by Bayes' rule.
-        weights = (weights[:, None] * p[:, best].T).flatten(0, 1)  # (labellings·K, S)
-        evidence = weights.sum(1)
-        probability = probability.repeat_interleave(K) * evidence
-        weights = weights / evidence.clamp(min=torch.finfo(p.dtype).tiny)[:, None]
-        if len(probability) > MOST_LABELLINGS:
-            drawn = torch.multinomial(
-                probability, MOST_LABELLINGS, replacement=True, generator=generator
-            )
-            weights = weights[drawn]
-            probability = p.new_full((MOST_LABELLINGS,), 1 / MOST_LABELLINGS)
+        deviations = given_label(deviations, p[:, best])
     return chosen, gains
+
+
+def given_label(
+    deviations: Float[Tensor, "S *shape"], p: Float[Tensor, "S K"]
+) -> Float[Tensor, "S *shape"]:
+    """Return deviations whose covariance is E_y Cov(f | y), for a label y with y ~ p_s in sample s.
+
+    By the law of total covariance E_y Cov(f | y) = Cov(f) − Cov_y(E(f | y)). With p̄ the mean of p
+    over S samples and U_sy = (p_sy − p̄_y)/√(S p̄_y), it is Dᵀ (I − U Uᵀ) D/S for deviations D. The
+    result is (I − U Uᵀ)^½ D.
+    """
+    S, mean = len(p), p.mean(0)
+    U = (p - mean) / (S * mean.clamp(min=torch.finfo(p.dtype).tiny)).sqrt()
+    Q, s, _ = torch.linalg.svd(U, full_matrices=False)  # (S, K), (K,)
+    shrink = 1 - (1 - s.square()).clamp(min=0).sqrt()
+    D = deviations.flatten(1)
+    return (D - (Q * shrink) @ (Q.T @ D)).view_as(deviations)
 
 
 def _first_of_largest(gain: Tensor, chosen: Iterable[int]) -> int:

@@ -21,7 +21,7 @@ def acquire_rows(
     number: int,
     output: str,
     method: AcquisitionMethod = "mutual_information",
-    joint: bool = False,
+    joint: bool = True,
     model: str | nn.Module | None = None,
     overwrite: bool = False,
     accelerator: Accelerator = "auto",
@@ -43,7 +43,8 @@ def acquire_rows(
             parameters in nats, under the uncalibrated posterior. entropy and margin are computed
             from the predicted class probabilities. random is a random number.
         joint: whether each choice accounts for the labels of the rows chosen before, so that
-            similar rows are not chosen together.
+            similar rows are not chosen together. It has an effect for mutual_information, if the
+            network is small enough for the posterior of all layers.
         model: class of the network. Name the class if it is your own, because the folder alone must
             not choose the code that runs.
         overwrite: whether to replace an existing file.
@@ -62,7 +63,9 @@ def acquire_rows(
     device = device_of(accelerator)
     laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)
     generator = torch.Generator(device).manual_seed(seed)
-    chosen = acquire(laplace, x.to(device), number, method, joint=joint, generator=generator)
+    chosen = acquire(
+        laplace, x.to(device), number, method, joint=None if joint else False, generator=generator
+    )
     rows = frame.iloc[chosen.index.tolist()].reset_index(drop=True)
     for name, column in (("score", chosen.gain), ("row", chosen.index)):
         rows.insert(0, name, column.numpy(), allow_duplicates=True)

@@ -1,7 +1,7 @@
 """Which inputs to label: scores by quadrature and by loops over parameters, choices by search."""
 
 import math
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -11,8 +11,7 @@ from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
 from marglik import Ensemble, Posterior, acquire, calibrate, map_predictive
-from marglik.prediction import acquisition
-from marglik.prediction.acquisition import choose_by_samples
+from marglik.prediction.acquisition import choose_by_outputs, given_label
 from tests.random_numbers import normal
 
 M = 30
@@ -87,7 +86,7 @@ def test_information_of_classes_is_that_of_sampled_parameters():
         entropy(p[:, n].mean(0).tolist()) - float(torch.special.entr(p[:, n]).sum(-1).mean())
         for n in range(6)
     ]
-    found = acquire(fitted, x, 2, samples=40_000)
+    found = acquire(fitted, x, 2, joint=False, samples=40_000)
     assert_close(found.scores, torch.tensor(expected).double(), rtol=0.03, atol=1e-3)
     # The controls: the entropy, which is larger by the noise of the labels, and no samples at all.
     assert (acquire(fitted, x, 2, "entropy").scores > found.scores + 0.1).all()
@@ -136,44 +135,89 @@ def test_joint_choice_of_numbers_is_greedy_search(outputs):
     best = max(map(information, combinations(range(8), 3)))
     assert (1 - 1 / math.e) * best <= information(greedy) <= best + 1e-12
     # The control: single scores choose twins.
-    single = acquire(fitted, x, 3).index.tolist()
+    single = acquire(fitted, x, 3, joint=False).index.tolist()
     assert information(single) < information(greedy) - 1e-3
-    assert float(acquire(fitted, x, 3).gain.sum()) > information(single)
+    assert float(acquire(fitted, x, 3, joint=False).gain.sum()) > information(single)
+
+
+def test_deviations_given_a_label_have_the_expected_covariance():
+    """E_y Cov(f | y) by loops over labels, with weights p_s(y) of the samples."""
+    S, K = 9, 3
+    f = normal(S, 4, 2)
+    p = (3 * f[:, :K, 0]).softmax(-1)
+    p[:, 2] *= 1e-30  # a label that never occurs
+    p = p / p.sum(1, keepdim=True)
+    deviations = (f - f.mean(0)).flatten(1)
+    expected = torch.zeros(8, 8).double()
+    for y in range(K):
+        weights = p[:, y] / p[:, y].sum()
+        d = f.flatten(1) - weights @ f.flatten(1)
+        expected += p[:, y].mean() * (d.T * weights) @ d
+    found = given_label(f - f.mean(0), p)
+    assert found.shape == f.shape
+    assert_close(found.flatten(1).T @ found.flatten(1) / S, expected)
+    # The controls: without the label, and with one that says nothing.
+    before = deviations.T @ deviations / S
+    assert (before - expected).trace() > 0.1 * before.trace()
+    assert_close(given_label(f - f.mean(0), p.mean(0).expand(S, K)), f - f.mean(0))
+
+
+def test_joint_choice_of_labels_is_greedy_by_conditional_information():
+    """Each choice by loops; the square root of I − U Uᵀ by its eigenvalues."""
+    S, T, C = 12, 6, 3
+    f = 2 * normal(S, T, C)
+    f[:, 4] = f[:, 0]
+    chosen, gains = choose_by_outputs(f, 4, lambda f: f.softmax(-1))
+    deviations, greedy = f - f.mean(0), []
+    for step in range(4):
+        p = (f.mean(0) + deviations).softmax(-1)
+        information = [
+            entropy(p[:, n].mean(0).tolist()) - sum(entropy(row.tolist()) for row in p[:, n]) / S
+            for n in range(T)
+        ]
+        best = max((n for n in range(T) if n not in greedy), key=lambda n: information[n])
+        greedy.append(best)
+        assert gains[step].item() == pytest.approx(information[best])
+        mean = p[:, best].mean(0)
+        U = (p[:, best] - mean) / (S * mean).sqrt()
+        values, vectors = torch.linalg.eigh(torch.eye(S).double() - U @ U.T)
+        root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+        deviations = torch.einsum("st,tnc->snc", root, deviations)
+    assert chosen == greedy and len({0, 4} & set(chosen[:2])) < 2
 
 
 def exact_information(p, chosen):
-    """I(y_B; θ) of S equally probable θ, by all labels."""
-    S, _, K = p.shape
-    of_labels, expected = [], 0.0
-    for labels in product(range(K), repeat=len(chosen)):
-        pairs = [*zip(chosen, labels, strict=True)]
-        each = [math.prod(float(p[s, n, c]) for n, c in pairs) for s in range(S)]
-        of_labels.append(sum(each) / S)
-        expected -= sum(q * math.log(q) for q in each) / S
-    return entropy(of_labels) - expected
+    """I(y_B; θ) of S equally probable θ, by the probabilities of all labels."""
+    each = torch.ones(len(p), 1).double()
+    for n in chosen:
+        each = (each[:, :, None] * p[:, None, n]).flatten(1)  # (S, K^|B|)
+    return float(torch.special.entr(each.mean(0)).sum() - torch.special.entr(each).sum(1).mean())
 
 
-def test_joint_choice_of_labels_is_greedy_search(monkeypatch):
-    p = (3 * normal(6, 5, 3)).softmax(-1)
-    p[:, 4] = p[:, 0]
-    chosen, gains = choose_by_samples(p, 4)
-    greedy = []
-    for _ in range(4):
-        left = [n for n in range(5) if n not in greedy]
-        greedy.append(max(left, key=lambda n: exact_information(p, [*greedy, n])))
-    assert chosen == greedy
-    total = [exact_information(p, chosen[:k]) for k in range(5)]
-    assert_close(torch.stack(gains), torch.tensor(total).diff().double())
-    best = max(exact_information(p, pair) for pair in combinations(range(5), 2))
-    assert (1 - 1 / math.e) * best <= total[2] <= best + 1e-12
-    # The control: the sum of single ones is an upper bound, and far from equal.
-    assert total[4] < 0.9 * sum(exact_information(p, [n]) for n in chosen)
-    # With drawn labels nearly the same.
-    monkeypatch.setattr(acquisition, "MOST_LABELLINGS", 20)
-    draws = [choose_by_samples(p, 4, torch.Generator().manual_seed(k))[1] for k in range(200)]
-    means = torch.stack([torch.stack(gains) for gains in draws]).mean(0)
-    assert_close(means.sum(), torch.tensor(total[4]).double(), rtol=0.05, atol=0)
-    assert torch.stack([gain[3] for gain in draws]).std() > 1e-4
+def test_joint_choice_is_near_the_best_by_exact_information():
+    """Among all sets of three, by sums over all labels of many correlated samples."""
+    root = normal(7, 6)
+    f = 1.5 * torch.einsum("nk,skc->snc", root, normal(400, 6, 3))
+    p = f.softmax(-1)
+    best = max(range(7), key=lambda n: exact_information(p, [n]))
+    f[:, best - 1] = f[:, best] + 0.01
+    p = f.softmax(-1)
+    chosen, gains = choose_by_outputs(f, 3, lambda f: f.softmax(-1))
+    every = {set_: exact_information(p, set_) for set_ in combinations(range(7), 3)}
+    found = every[tuple(sorted(chosen))]
+    assert found > 0.97 * max(every.values())
+    assert float(sum(gains)) == pytest.approx(found, rel=0.1)
+    # The control: own scores, whose sum is an upper bound, choose twins.
+    own = sorted(range(7), key=lambda n: -exact_information(p, [n]))[:3]
+    assert every[tuple(sorted(own))] < found
+    assert sum(exact_information(p, [n]) for n in chosen) > 1.05 * found
+
+
+def test_the_information_of_many_labels_exceeds_that_of_the_samples():
+    """Weights of S samples hold at most log S nats; covariances do not."""
+    f = 3 * normal(16, 40, 3)
+    _, gains = choose_by_outputs(f, 8, lambda f: f.softmax(-1))
+    assert float(sum(gains)) > 1.2 * math.log(16)
 
 
 def test_joint_choice_of_classes_leaves_twins_out():
@@ -181,12 +225,61 @@ def test_joint_choice_of_classes_leaves_twins_out():
     x = pool()
     best = acquire(fitted, x, 1).index.item()
     x[M - 1] = x[best]
-    assert acquire(fitted, x, 2).index.tolist() == [best, M - 1]  # the first of equal ones first
+    # The first of equal ones is first.
+    assert acquire(fitted, x, 2, joint=False).index.tolist() == [best, M - 1]
     joint = acquire(fitted, x, 2, joint=True, samples=500)
     assert joint.index[0] == best and M - 1 not in joint.index
     assert joint.gain[1] < joint.scores[M - 1]
     # Information of a sample's own outputs, up to the error of 500 samples.
     assert_close(joint.gain[0], joint.scores[best], rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_choices_are_joint_by_default_where_this_is_supported(likelihood):
+    fitted, *_ = posterior(likelihood, 2, 0.1)
+    x = pool()
+    x[M - 1] = x[acquire(fitted, x, 1).index.item()] + 1e-3
+    joint, single = (acquire(fitted, x, 4, joint=joint) for joint in (True, False))
+    assert joint.index.tolist() != single.index.tolist()
+
+    def assert_same(found, expected):
+        assert found.index.tolist() == expected.index.tolist()
+        assert_close(found.gain, expected.gain)
+
+    assert_same(acquire(fitted, x, 4), joint)
+    assert_same(acquire(fitted, x.numpy(), 4), joint)
+    # One input, a loader, the last layer alone, and a score without a joint form.
+    assert_same(acquire(fitted, x, 1), acquire(fitted, x, 1, joint=False))
+    assert_same(acquire(fitted, x.split(7), 4), single)
+    last = acquire(fitted, x, 4, layers="last")
+    assert_same(last, acquire(fitted, x, 4, layers="last", joint=False))
+    assert_close(last.gain, last.scores[last.index])
+    if likelihood == "classification":
+        of_entropy = acquire(fitted, x, 4, "entropy")
+        assert_close(of_entropy.gain, of_entropy.scores[of_entropy.index])
+
+
+def test_networks_without_a_forward_derivative_name_the_way_out():
+    class Squares(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            context.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        def backward(context, gradient):
+            return 2 * context.saved_tensors[0] * gradient
+
+    class Network(nn.Sequential):
+        def forward(self, x):
+            return self[1](Squares.apply(self[0](x)))
+
+    model = Network(nn.Linear(2, 4), nn.Linear(4, 3)).double()
+    fitted = Posterior(model, "classification")
+    fitted.fit([(normal(9, 2), torch.arange(9) % 3)])
+    with pytest.raises(NotImplementedError, match="cannot be linearised.*Or pass joint=False"):
+        acquire(fitted, pool(), 2)
+    assert len(acquire(fitted, pool(), 2, joint=False).index) == 2
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -211,9 +304,9 @@ def test_pools_and_sources():
     """In any form of a pool the same; an ensemble's score is the members' disagreement."""
     fitted, *_ = posterior("classification", 3)
     x = pool()
-    expected = acquire(fitted, x, 4)
+    expected = acquire(fitted, x, 4, joint=False)
     for form in (x.numpy(), x.split(7), [(part, None) for part in x.split(7)]):
-        found = acquire(fitted, form, 4)
+        found = acquire(fitted, form, 4, joint=False)
         assert_close(found.scores, expected.scores)
         assert found.index.tolist() == expected.index.tolist()
     chosen = acquire(fitted, x, 10, "random").index
