@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marglik.application.report import write_report as write_report
     from marglik.attribution.influence import influence as influence
+    from marglik.attribution.influence import self_influence as self_influence
     from marglik.augmentation import LearnedAugmentation as LearnedAugmentation
     from marglik.drop_in import marglik_training as marglik_training
     from marglik.estimators import MarglikClassifier as MarglikClassifier
@@ -80,6 +81,7 @@ _MODULES = {
     "predict_all": "prediction.predictive",
     "reliability_curve": "prediction.metrics",
     "save_posterior": "posterior_file",
+    "self_influence": "attribution.influence",
     "suspicious_labels": "prediction.suspicious_labels",
     "update_prior": "posterior.prior",
     "verdict": "prediction.verdict",

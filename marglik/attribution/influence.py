@@ -14,7 +14,10 @@ Sources: Koh & Liang 2017 (arXiv:1703.04730); Grosse et al. 2023 (arXiv:2308.032
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from itertools import chain, count, islice
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
+from kfac_backend.atomic_files import sha256_of_tensors
 from kfac_backend.blocks.block import decompose
 from kfac_backend.covariance.gradients import (
     HeldGradients,
@@ -30,13 +34,22 @@ from kfac_backend.covariance.gradients import (
     PosteriorPrecision,
 )
 from kfac_backend.eigenvalue_correction import corrected_factors
-from kfac_backend.engine.batches import check_read_twice, each_batch
+from kfac_backend.engine.batches import check_read_twice, each_batch, num_examples, split_batch
+from kfac_backend.engine.capture import Sink
 from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.rule_assignment import RuleAssignment, assignment_of_blocks
 from kfac_backend.likelihoods import Likelihood, counted_terms
-from kfac_backend.options import KfacApprox, check_option, check_positive
+from kfac_backend.options import (
+    CurvatureOptions,
+    KfacApprox,
+    TargetOptions,
+    check_option,
+    check_positive,
+)
 from kfac_backend.precision import at_least_float32, full_float32
+from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import check_whole
+from marglik.attribution.store import ScoreStore, data_identity, posterior_identity
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 
@@ -44,6 +57,7 @@ InfluenceCurvature = Literal["exact", "ekfac", "kfac"]
 Blocks = Literal["layer", "tensor"]
 Damping = Literal["auto", "evidence", "relative"] | float
 Measurement = Literal["loss", "margin", "log_odds"] | Callable[[Tensor, Tensor], Tensor]
+Measure = Callable[[Tensor, Tensor], Tensor]
 Gradients = dict[str, Tensor]
 """Maps a parameter's name to gradients (Q, P), flattened as PyTorch flattens the parameter."""
 
@@ -71,6 +85,7 @@ def influence(
     blocks: Blocks | None = None,
     damping: Damping = "auto",
     progress: bool = False,
+    store: str | Path | None = None,
 ) -> Float[Tensor, "Q N"]:
     """Return scores τ(q, n): the change of query q's measurement without training example n.
 
@@ -93,12 +108,12 @@ def influence(
         measurement: "loss" (−log p(y|f), in nats, summed over an example's terms). For classes and
             outputs (N, C) also "margin" (the output of the label minus the largest other one) and
             "log_odds" (log p/(1 − p) of the label). Or a function of outputs (q, ..., C) and
-            targets that returns one number for each example (q,).
+            targets that returns one number for each example (q,), such as the loss of a token.
         curvature: "exact" uses the exact blocks of the GGN and stores the inputs and output
             gradients of all training examples, also if a learner fitted the posterior with random
             signs. For a posterior with fisher="mc" or "empirical" they are the blocks of this
-            matrix. "ekfac" uses the eigenvalue-corrected blocks of the
-            posterior's factors, and "kfac" the plain ones.
+            matrix. "ekfac" uses the eigenvalue-corrected blocks of the posterior's factors, and
+            "kfac" the plain ones.
         blocks: "layer" for one block of all tensors of a module, such as weight and bias (only for
             "exact"); "tensor" for one block per parameter tensor. None uses "layer" for "exact" and
             "tensor" for the others.
@@ -107,6 +122,8 @@ def influence(
             eigenvalue of each tensor's block instead. A number replaces δ by this precision for all
             tensors; it has the scale of δ, for a sum over the data.
         progress: whether to show progress bars.
+        store: folder for scores and solved query gradients, which are written at most once a
+            minute. Another call with the same arguments continues from there. None stores nothing.
 
     Returns:
         Scores (Q, N), on the CPU.
@@ -116,11 +133,115 @@ def influence(
         TypeError: training data that can be read only once.
         ValueError: options that are not supported or do not go together; a posterior that is not
             from Kronecker factors; training data in random order or other data than the fit's;
-            weights other than the fit's; a measurement of another shape.
+            weights other than the fit's; a measurement of another shape; a store of another
+            computation; ranks with different queries.
         NotImplementedError: a parameter whose curvature is a diagonal without a rule
             (``unsupported="diagonal"``), a model under `fully_shard`.
         MemoryError: exact blocks of more than 4 GiB of rows.
     """
+    blocks = _check(posterior, train, curvature, blocks, damping)
+    measure, ranks = _measurement(measurement, posterior), posterior.ranks
+    with torch.inference_mode(False), eval_mode(posterior.model), full_float32():
+        systems = _Systems(posterior, train, curvature, blocks, damping, progress)
+        saved = None
+        if store is not None or ranks.size > 1:
+            check_read_twice(queries)
+            of_queries = str(data_identity(queries, posterior.options))
+            ranks.agree({"the queries": of_queries})
+            if store is not None:
+                identity = posterior_identity(posterior, systems.factors) | {
+                    "the queries or their batches": of_queries,
+                    "the measurement": measurement
+                    if isinstance(measurement, str)
+                    else systems.sample(queries, measure),
+                    "the options": f"{curvature} {blocks} {damping}",
+                }
+                saved = ScoreStore(store, identity, train, posterior.options, ranks)
+        left, scores = iter(each_batch(queries, "Query gradients", progress)), []
+        for chunk in count():
+            if (first := next(left, None)) is None:
+                break
+            left = chain([first], left)
+            parts, batches = saved.scores(chunk) if saved else ([], 0)
+            done = sum(part.shape[1] for part in parts)
+            if saved is not None and not ranks.any(done < saved.num_train, systems.device):
+                next(islice(left, batches - 1, None))  # skip these queries
+            else:
+                gradients, batches = _query_gradients(systems, left, measure, QUERY_BYTES)
+                solved = saved.solved(chunk, systems.device) if saved else None
+                if ranks.any(solved is None, systems.device):
+                    solved = systems.solve(gradients)
+                    if saved is not None:
+                        saved.save_solved(chunk, solved)
+                contraction = _Contraction(systems, solved or {})
+                if saved is not None:
+                    contraction.save = saved.saver(chunk, done, batches)
+                rest = _remaining(train, done, posterior.options, contraction)
+                systems.run(contraction, rest if done else train, "Scores", progress)
+                parts = saved.scores(chunk)[0] if saved else contraction.scores
+            scores.append(_of_all_ranks(parts, ranks, systems.device))
+    if not scores:
+        raise ValueError("The loader of queries yields no batch. Pass at least one query.")
+    return torch.cat(scores)
+
+
+def self_influence(
+    posterior: Posterior,
+    train: Iterable[Any],
+    *,
+    curvature: InfluenceCurvature = "ekfac",
+    blocks: Blocks | None = None,
+    damping: Damping = "evidence",
+    progress: bool = False,
+) -> Float[Tensor, " N"]:
+    """Return τ(n, n): the change of training example n's own loss if it is left out, in nats.
+
+    The network fits an example with a large value only because it was trained on it. Its label is
+    often wrong, or the example is unlike all others. The values are the diagonal of the scores of
+    `influence`, without a pass over the data for each chunk of queries.
+
+    Args:
+        posterior: the fitted posterior, at the network's weights.
+        train: the data of the fit, as for `influence`, in batches whose gradients fit into memory.
+            With "kfac", and with "ekfac" for a posterior with corrected eigenvalues, it may be a
+            part of this data.
+        curvature: as for `influence`. "exact" solves a system for each example.
+        blocks: as for `influence`.
+        damping: as for `influence`.
+        progress: whether to show progress bars.
+
+    Returns:
+        Values (N,), on the CPU.
+
+    Raises:
+        AttributeError: the posterior is not fitted.
+        TypeError: training data that can be read only once.
+        ValueError: as for `influence`.
+        NotImplementedError: as for `influence`.
+        MemoryError: as for `influence`.
+    """
+    blocks = _check(posterior, train, curvature, blocks, damping)
+    measure, ranks = _measurement("loss", posterior), posterior.ranks
+    if curvature == "exact" and ranks.size > 1:
+        raise ValueError(
+            "curvature='exact' is not supported on several ranks, which have different examples. "
+            "Pass 'ekfac', or call influence with all training data as queries on each rank."
+        )
+    with torch.inference_mode(False), eval_mode(posterior.model), full_float32():
+        systems = _Systems(posterior, train, curvature, blocks, damping, progress)
+        values = []
+        for batch in each_batch(systems.batches(train), "Self-influence", progress):
+            gradients, _ = _query_gradients(systems, iter([batch]), measure, 0)
+            solved = systems.solve(gradients)
+            inner = torch.stack([(g * solved[name]).sum(1) for name, g in gradients.items()])
+            values.append(inner.sum(0, keepdim=True).cpu() / posterior.temperature)
+    return _of_all_ranks(values, ranks, posterior.mean.device)[0]
+
+
+def _check(
+    posterior: Posterior, train: Any, curvature: str, blocks: Blocks | None, damping: Damping
+) -> Blocks:
+    """Return the blocks; raise the errors of arguments that need no pass."""
     check_option("curvature", curvature, InfluenceCurvature)
     if blocks is None:
         blocks = "layer" if curvature == "exact" else "tensor"
@@ -138,46 +259,13 @@ def influence(
     check_not_shuffled(train)
     posterior.check_weights()
     check_whole(posterior.model, "Influence")
-    measure = _measurement(measurement, posterior)
-    with torch.inference_mode(False), eval_mode(posterior.model), full_float32():
-        spectra, delta, scale = _spectra(posterior, train, curvature, damping, progress)
-        driver = _driver(posterior)
-        groups: dict[str, list[str]] = {}
-        for name in spectra:
-            groups.setdefault(_module_of(name) if blocks == "layer" else name, []).append(name)
-        rows = None
-        if curvature == "exact":
-            rows = _Rows(spectra)
-            of_rows = _driver(posterior, exact=True)
-            of_rows.start(rows)
-            of_rows.add_all(train, "Rows of the exact blocks", progress)
-            of_rows.finish()
-        scores = []
-        for gradients in _query_gradients(driver, spectra, queries, measure, progress):
-            if rows is None:
-                solved = _precondition(gradients, spectra)
-            else:
-                solved = {}
-                for names in groups.values():
-                    solved |= _ExactBlock(names, rows, spectra, delta, scale).solve(gradients)
-            contraction = _Contraction(spectra, solved, posterior.likelihood, scale)
-            driver.start(contraction)
-            driver.add_all(train, "Scores", progress)
-            driver.finish()
-            scores.append(torch.cat(contraction.scores, 1))
-    if not scores:
-        raise ValueError("The loader of queries yields no batch. Pass at least one query.")
-    return torch.cat(scores)
-
-
-def _module_of(name: str) -> str:
-    """Return the module that has a parameter."""
-    return name.rpartition(".")[0]
+    return blocks
 
 
 def check_not_shuffled(train: Any) -> None:
     """Raise a ValueError for a loader with a random order: columns would have no meaning."""
-    is_random = isinstance(train, DataLoader) and isinstance(train.sampler, RandomSampler)
+    sampler = train.sampler if isinstance(train, DataLoader) else None
+    is_random = isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False) is True
     if is_random or getattr(train, "shuffle", False) is True:
         raise ValueError(
             f"This {type(train).__name__} shuffles, so the columns of the scores could not be "
@@ -185,68 +273,167 @@ def check_not_shuffled(train: Any) -> None:
         )
 
 
-def _spectra(
-    posterior: Posterior, train: Any, curvature: str, damping: Damping, progress: bool
-) -> tuple[PosteriorPrecision, dict[str, float], float]:
-    """Return each tensor's eigenvectors and eigenvalues of H/(σ²T) + P; P; and 1/(σ²T).
+def _of_all_ranks(parts: list[Tensor], ranks: Ranks, device: torch.device) -> Tensor:
+    """Return all ranks' columns, those of rank 0 first, from this rank's parts; collective."""
+    if ranks.size == 1:
+        return torch.cat(parts, 1)
+    own = torch.cat(parts, 1).to(device) if parts else None
+    shapes = ranks.gather(None if own is None else (own.shape, own.dtype))
+    rows, dtype = next((shape[0], dtype) for shape, dtype in filter(None, shapes))
+    columns = [one[0][1] if one else 0 for one in shapes]
+    every = [torch.empty(rows, number, dtype=dtype, device=device) for number in columns]
+    if own is not None:
+        every[ranks.rank] = own
+    ranks.exchange_((columns, rank) for rank, columns in enumerate(every))
+    return torch.cat(every, 1).cpu()
 
-    For exact blocks they are the preconditioner.
+
+def _remaining(
+    train: Iterable[Any], done: int, options: TargetOptions, contraction: "_Contraction"
+) -> Iterator[Any]:
+    """Yield the batches after the first ``done`` examples, whose scores are known."""
+    position = 0
+    for batch in train:
+        contraction.skip = max(0, done - position)
+        position += num_examples(split_batch(batch, options)[1]) or 0
+        if position > done:
+            yield batch
+
+
+class _Systems:
+    """The systems (H/(σ²T) + P) S = ∇m of a posterior, block by block.
+
+    For the arguments see `influence`. The first use computes corrected eigenvalues that the
+    posterior lacks, and the exact blocks, by a pass over the training data each. All ranks that
+    fitted together make these passes together.
     """
-    factors = posterior.fitted_factors()
-    scale = 1 / (float(posterior.sigma_noise) ** 2 * posterior.temperature)
-    if curvature != "kfac" and not factors.is_corrected:
-        factors = corrected_factors(
-            factors, posterior.model, train, progress=progress, process_group=None
-        )
-    elif curvature == "kfac" and factors.is_corrected:
-        raise ValueError(
-            "The posterior has corrected eigenvalues. Pass curvature='ekfac', or fit it with "
-            "corrected=False."
-        )
-    dtype = at_least_float32(posterior.mean).dtype
-    eigen = decompose([block.to(dtype=dtype) for block in factors.blocks.values()])
-    prior = posterior.prior_precision.detach().expand(len(factors)).tolist()
-    spectra, delta = {}, {}
-    for name, block, own in zip(factors.blocks, eigen, prior, strict=True):
-        scaled = block.scale(scale)
-        if damping == "relative":
-            own = RELATIVE * float(scaled.spectrum().mean())
-        elif damping == "auto":
-            own *= AUTO_OF_REGRESSION if posterior.likelihood.has_sigma else 1.0
-        elif damping != "evidence":
-            own = float(damping)
-        spectra[name], delta[name] = (scaled, scaled.spectrum(own)), own
-    return spectra, delta, scale
 
+    def __init__(
+        self,
+        posterior: Posterior,
+        train: Iterable[Any],
+        curvature: str,
+        blocks: str,
+        damping: Damping,
+        progress: bool,
+    ) -> None:
+        self.likelihood, self.ranks = posterior.likelihood, posterior.ranks
+        self.device = posterior.mean.device
+        self.scale = 1 / (float(posterior.sigma_noise) ** 2 * posterior.temperature)
+        """1/(σ²T)."""
+        factors = posterior.fitted_factors()
+        self.factors = factors.gathered(self.ranks, self.device) if self.ranks.size > 1 else factors
+        if curvature == "kfac" and factors.is_corrected:
+            raise ValueError(
+                "The posterior has corrected eigenvalues. Pass curvature='ekfac', or fit it with "
+                "corrected=False."
+            )
+        self._posterior, self._train, self._progress = posterior, train, progress
+        self._curvature, self._blocks, self._damping = curvature, blocks, damping
+        self._driver = self._make_driver(posterior.options)
+        self.delta: dict[str, float] = {}
+        """P of each tensor."""
 
-def _driver(posterior: Posterior, exact: bool = False) -> Driver:
-    """Return a driver over the parameters with a posterior, on this process alone.
+    def _make_driver(self, options: CurvatureOptions) -> Driver:
+        """Return a driver over the parameters with a posterior, on this process alone."""
+        model, sizes = self._posterior.model, self.factors.blocks
+        return Driver(
+            model, self.likelihood, options.replace(kfac_approx="expand"),
+            generator=self._posterior.generator, process_group=None,
+            assignment=assignment_of_blocks(model, {n: one.numel for n, one in sizes.items()}),
+        )  # fmt: skip
 
-    Args:
-        posterior: the fitted posterior.
-        exact: whether to use all vectors of the GGN in place of random signs, with which learners
-            estimate a curvature whose exact pass would take long.
-    """
-    sizes = {name: block.numel for name, block in posterior.fitted_factors().blocks.items()}
-    options = posterior.options.replace(kfac_approx="expand")
-    if exact and options.fisher == "random_signs":
-        options = options.replace(fisher="exact")
-    return Driver(
-        posterior.model,
-        posterior.likelihood,
-        options,
-        generator=posterior.generator,
-        process_group=None,
-        assignment=assignment_of_blocks(posterior.model, sizes),
-    )
+    @cached_property
+    def spectra(self) -> PosteriorPrecision:
+        """Each tensor's eigenvectors and eigenvalues of H/(σ²T) + P.
+
+        For exact blocks they are the preconditioner.
+        """
+        factors, posterior = self.factors, self._posterior
+        if self._curvature != "kfac" and not factors.is_corrected:
+            group, progress = self.ranks.process_group, self._progress
+            factors = corrected_factors(
+                factors, posterior.model, self._train, progress=progress, process_group=group
+            )
+        dtype = at_least_float32(posterior.mean).dtype
+        blocks = [block.to(dtype=dtype) for block in factors.blocks.values()]
+        eigen = decompose(blocks, self.ranks, self.device)
+        prior = posterior.prior_precision.detach().expand(len(factors)).tolist()
+        spectra = {}
+        for name, block, own in zip(factors.blocks, eigen, prior, strict=True):
+            scaled = block.scale(self.scale)
+            if self._damping == "relative":
+                own = RELATIVE * float(scaled.spectrum().mean())
+            elif self._damping == "auto":
+                own *= AUTO_OF_REGRESSION if self.likelihood.has_sigma else 1.0
+            elif self._damping != "evidence":
+                own = float(self._damping)
+            spectra[name], self.delta[name] = (scaled, scaled.spectrum(own)), own
+        return spectra
+
+    @cached_property
+    def _exact_blocks(self) -> "list[_ExactBlock]":
+        """The exact blocks, of one or several tensors each."""
+        rows, options, driver = _Rows(self.spectra), self._posterior.options, self._driver
+        # All vectors of the GGN in place of random signs, with which learners estimate a curvature
+        # whose exact pass would take long.
+        if options.fisher == "random_signs":
+            self._driver = self._make_driver(options.replace(fisher="exact"))
+        self.run(rows, self._train, "Rows of the exact blocks", self._progress)
+        self._driver = driver
+        groups: dict[str, list[str]] = {}
+        for name in self.spectra:
+            group = name.rpartition(".")[0] if self._blocks == "layer" else name
+            groups.setdefault(group, []).append(name)
+        return [_ExactBlock(names, rows, self) for names in groups.values()]
+
+    def batches(self, data: Iterable[Any]) -> Iterable[Any]:
+        """Return the batches, on several ranks without those of which this rank has no example."""
+        if self.ranks.size == 1:
+            return data
+        options = self._posterior.options
+        return (batch for batch in data if num_examples(split_batch(batch, options)[1]) != 0)
+
+    def run(self, sink: Sink, data: Iterable[Any], description: str, progress: bool) -> None:
+        """Pass the gradients of the data's vectors to a sink."""
+        self._driver.start(sink)
+        self._driver.add_all(self.batches(data), description, progress)
+        self._driver.finish()
+
+    def solve(self, gradients: Gradients) -> Gradients:
+        """Return the solutions S (Q, P) of each tensor for query gradients.
+
+        All ranks solve exact blocks for rank 0's, so that rounding cannot give them different
+        iterations.
+        """
+        if self._curvature != "exact":
+            return _precondition(gradients, self.spectra)
+        self.ranks.exchange_((g, 0) for g in gradients.values())
+        solved: Gradients = {}
+        for block in self._exact_blocks:
+            solved |= block.solve(gradients)
+        return solved
+
+    def sample(self, queries: Iterable[Any], measure: Measure) -> str:
+        """Return a sum that recognises a measurement: of its gradients at random outputs.
+
+        The targets are those of the first queries.
+        """
+
+        class Sample(Sink):
+            def vectors(self, of_fisher: Any, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+                random = torch.randn(f.shape, generator=torch.Generator().manual_seed(0))
+                self.sum = sha256_of_tensors([measure(random.to(f), y)])
+                return iter(())
+
+        self.run(sink := Sample(), islice(queries, 1), "", False)
+        return sink.sum
 
 
 # --- measurements and the vectors to propagate back ---
 
 
-def _measurement(
-    measurement: Measurement, posterior: Posterior
-) -> Callable[[Tensor, Tensor], Tensor]:
+def _measurement(measurement: Measurement, posterior: Posterior) -> Measure:
     """Return the function from outputs (q, ..., C) and targets to the gradient of Σ m."""
     likelihood, sigma = posterior.likelihood, float(posterior.sigma_noise)
     if measurement == "loss":
@@ -268,7 +455,7 @@ def _measurement(
             if m.shape != f.shape[:1]:
                 raise ValueError(
                     f"The measurement of {len(f)} queries has shape {tuple(m.shape)}, but must be "
-                    f"one number for each query ({len(f)},). Sum over an example's positions."
+                    f"one number for each query ({len(f)},). Choose one token, or sum over tokens."
                 )
             return torch.autograd.grad(m.sum(), f)[0]
 
@@ -348,9 +535,7 @@ class _ByParameter(HeldGradients):
 class _QueryGradients(_ByParameter):
     """Collect the gradients of the queries' measurements, (q, P) for each parameter."""
 
-    def __init__(
-        self, spectra: PosteriorPrecision, measure: Callable[[Tensor, Tensor], Tensor]
-    ) -> None:
+    def __init__(self, spectra: PosteriorPrecision, measure: Measure) -> None:
         super().__init__(spectra)
         self._measure = measure
         self.gradients_of: Gradients = {}
@@ -376,17 +561,19 @@ class _QueryGradients(_ByParameter):
 class _Contraction(_ByParameter):
     """Sum ⟨solved query gradient, training gradient⟩ over parameters, batch by batch."""
 
-    def __init__(
-        self, spectra: PosteriorPrecision, solved: Gradients, likelihood: Likelihood, scale: float
-    ) -> None:
-        super().__init__(spectra)
-        self._solved, self._likelihood, self._scale = solved, likelihood, scale
+    def __init__(self, systems: _Systems, solved: Gradients) -> None:
+        super().__init__(systems.spectra)
+        self._systems, self._solved = systems, solved
         self.scores: list[Float[Tensor, "Q n"]] = []
         """Scores of each batch, on the CPU."""
+        self.skip = 0
+        """Number of the next batch's examples whose scores are known."""
+        self.save: Callable[[list[Tensor]], None] = lambda scores: None
+        """Function that may move the scores to a store."""
 
     def vectors(self, of_fisher: Any, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """Yield one vector, the gradient of the objective's training loss, at σ and T."""
-        yield self._scale * loss_gradient(f, y, self._likelihood)
+        yield self._systems.scale * loss_gradient(f, y, self._systems.likelihood)
 
     def begin_batch(self, number: int) -> None:
         """Begin with zeros."""
@@ -401,7 +588,8 @@ class _Contraction(_ByParameter):
     def batch_done(self, f: Tensor, y: Tensor) -> None:
         """Store the batch's scores."""
         super().batch_done(f, y)
-        self.scores.append(self._batch.cpu())
+        self.scores.append(self._batch[:, self.skip :].cpu())
+        self.save(self.scores)
 
 
 class _Rows(_ByParameter):
@@ -513,32 +701,20 @@ def _of_slot(S: Float[Tensor, "Q P"], gradients: ParameterGradients) -> Float[Te
 
 
 def _query_gradients(
-    driver: Driver,
-    spectra: PosteriorPrecision,
-    queries: Iterable[Any],
-    measure: Callable[[Tensor, Tensor], Tensor],
-    progress: bool,
-) -> Iterator[Gradients]:
-    """Yield the queries' gradients, as many at a time as fit into `QUERY_BYTES`."""
-    of_query = sum(s.numel() * s.element_size() for _, s in spectra.values())
-    waiting: list[Gradients] = []
-    number = 0
-    for batch in each_batch(queries, "Query gradients", progress):
-        sink = _QueryGradients(spectra, measure)
-        driver.start(sink)
-        driver.add_all([batch], "Query gradients")
-        driver.finish()
+    systems: _Systems, queries: Iterator[Any], measure: Measure, most_bytes: int
+) -> tuple[Gradients, int]:
+    """Return gradients (Q, P) of the next queries that fit into the bytes, in how many batches."""
+    of_query = sum(s.numel() * s.element_size() for _, s in systems.spectra.values())
+    waiting, number = list[Gradients](), 0
+    for batch in queries:
+        sink = _QueryGradients(systems.spectra, measure)
+        systems.run(sink, [batch], "Query gradients", False)
         waiting.append(sink.gradients_of)
         number += len(next(iter(sink.gradients_of.values())))
-        if number * of_query >= QUERY_BYTES:
-            yield _joined(waiting)
-            waiting, number = [], 0
-    if waiting:
-        yield _joined(waiting)
-
-
-def _joined(parts: list[Gradients]) -> Gradients:
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        if number * of_query >= most_bytes:
+            break
+    joined = {name: torch.cat([part[name] for part in waiting]) for name in waiting[0]}
+    return joined, len(waiting)
 
 
 def _precondition(gradients: Gradients, spectra: PosteriorPrecision) -> Gradients:
@@ -555,21 +731,13 @@ class _ExactBlock:
 
     Args:
         names: the tensors.
-        rows: rows of all training examples.
-        spectra: the EKFAC blocks of the tensors, which precondition.
-        delta: P of each tensor.
-        scale: 1/(σ²T).
+        rows: rows of this rank's training examples.
+        systems: the systems; the EKFAC blocks of the tensors precondition.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        rows: _Rows,
-        spectra: PosteriorPrecision,
-        delta: Mapping[str, float],
-        scale: float,
-    ) -> None:
-        self._names, self._spectra, self._delta, self._scale = names, spectra, delta, scale
+    def __init__(self, names: list[str], rows: _Rows, systems: _Systems) -> None:
+        self._names, self._spectra, self._delta = names, systems.spectra, systems.delta
+        self._scale, self._ranks = systems.scale, systems.ranks
         batches = ([g for g in batch if g.name in names] for batch in rows.batches)
         self._batches = [batch for batch in batches if batch]
 
@@ -581,13 +749,14 @@ class _ExactBlock:
 
     def _matvec(self, v: Tensor) -> Tensor:
         parts = self._split(v)
-        result = {name: self._delta[name] * part for name, part in parts.items()}
+        Hv = {name: torch.zeros_like(part) for name, part in parts.items()}
         for batch in self._batches:
             products = _Products(batch)
             c = self._scale * products.inner([_of_slot(parts[g.name], g) for g in batch])
             for g, added in zip(batch, products.outer(c), strict=True):
-                _of_slot(result[g.name], g).add_(added)
-        return torch.cat([*result.values()], 1)
+                _of_slot(Hv[g.name], g).add_(added)
+        self._ranks.sum_(Hv.values())
+        return torch.cat([Hv[name] + self._delta[name] * parts[name] for name in parts], 1)
 
     def _precondition(self, v: Tensor) -> Tensor:
         return torch.cat([*_precondition(self._split(v), self._spectra).values()], 1)

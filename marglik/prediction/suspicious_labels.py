@@ -78,6 +78,9 @@ class SuspiciousLabels:
     suspicious labels are wrong. The others are hard examples, for which the network is confident
     but wrong.
     """
+    self_influence: Float[Tensor, " M"] | None = None
+    """The change of the example's own loss if it is left out, in nats, see
+    `marglik.self_influence`; None if it was not given. It does not affect the order."""
 
     @property
     def agreement(self) -> float:
@@ -90,6 +93,7 @@ def suspicious_labels(
     probabilities: Tensor | ArrayLike,
     label_noise: float | None = None,
     output_temperature: float = 1.0,
+    self_influence: Tensor | ArrayLike | None = None,
 ) -> SuspiciousLabels:
     """Return the training examples, sorted by how suspicious their labels are.
 
@@ -105,6 +109,8 @@ def suspicious_labels(
             of likelihood "noisy_classification". The probabilities ``wrong`` sum to N ε (C − 1)/C.
             With 0 or None they are not computed.
         output_temperature: τ of the calibration. ``wrong`` uses p̄^(1/τ), normalised.
+        self_influence: the result of `marglik.self_influence` for the same examples, (N,). It
+            becomes a field in the same order.
 
     Raises:
         ValueError: shapes do not fit, labels are not classes, or probabilities are invalid.
@@ -117,6 +123,12 @@ def suspicious_labels(
             f"Labels have shape {tuple(labels.shape)} and probabilities "
             f"{tuple(probabilities.shape)}. Pass labels (N,), and probabilities (N, C) or (epochs, "
             "N, C)."
+        )
+    of_self = None if self_influence is None else torch.as_tensor(self_influence).to(p.device)
+    if of_self is not None and of_self.shape != labels.shape:
+        raise ValueError(
+            f"self_influence has shape {tuple(of_self.shape)}, but there are {len(labels)} labels. "
+            "Pass one value for each label, in the same order."
         )
     index = (~p.isnan().any(1)).nonzero().flatten()
     p, label = p[index], labels.to(p.device)[index].long()
@@ -149,7 +161,8 @@ def suspicious_labels(
         chance = q.sum() + DEVIATIONS * (q * (1 - q)).sum().sqrt()
         number = max(0, number - math.ceil(chance.item()))
     of_order = index[order], label[order], p.argmax(1)[order], score[order]
-    return SuspiciousLabels(*of_order, wrong, number)
+    of_self = None if of_self is None else of_self[index[order]]
+    return SuspiciousLabels(*of_order, wrong, number, of_self)
 
 
 def _with_mean(odds: Float[Tensor, " M"], mean: float) -> Float[Tensor, " M"]:

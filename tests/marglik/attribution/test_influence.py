@@ -12,14 +12,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import corrected_factors
 from kfac_backend.blocks.block import CorrectedBlock
-from marglik import Posterior, influence
+from kfac_backend.ranks import Ranks
+from marglik import Posterior, influence, self_influence
 from marglik.attribution import influence as module
+from marglik.attribution import store
 from marglik.attribution.influence import conjugate_gradients
 from marglik.data import Batches
 from tests import oracles
 from tests.kfac_backend.block_checks import basis, batch_of, targets_of
 from tests.kfac_backend.layer_cases import CASES, case
 from tests.random_numbers import normal
+from tests.worlds import failed
 
 SIGMA, TEMPERATURE = 0.7, 1.3
 
@@ -266,6 +269,43 @@ def test_exact_blocks_of_a_posterior_from_random_signs():
     assert relative(scores[2], scores[3]) > 0.01  # the control
 
 
+@pytest.mark.parametrize("name", ["Linear, two shared axes", "Embedding of grids", "attention"])
+def test_self_influence_is_the_diagonal(name):
+    """By dense blocks, and as `influence` has it; a posterior with corrected ones takes parts."""
+    posterior, batch, exact, gradients, _ = of_regression(name)
+    scale = 1 / (SIGMA**2 * TEMPERATURE)
+    corrected = corrected_factors(posterior.factors, posterior.model, [batch])
+    blocks = {name: block.to_dense() for name, block in corrected.blocks.items()}
+    precisions = dense_precisions(posterior, blocks, scale)
+    scaled = [{n: g * c for n, g in gradients.items()} for c in (1 / SIGMA**2, scale)]
+    expected = scores_of(*scaled, precisions)
+    found = self_influence(posterior, [batch])
+    assert relative(found, expected.diagonal()) < 1e-7
+    assert (
+        relative(
+            influence(posterior, [batch], [batch], curvature="ekfac", damping="evidence"), expected
+        )
+        < 1e-7
+    )
+    # The controls: another example's score, and the other curvature, differ.
+    assert relative(found, expected[0]) > 0.1
+    plain = self_influence(posterior, [batch], curvature="kfac", damping="relative")
+    of_kfac = influence(posterior, [batch], [batch], curvature="kfac", damping="relative")
+    assert relative(plain, of_kfac.diagonal()) < 1e-7
+    assert relative(plain, found) > 0.01
+    by_tensor = scores_of(*scaled, dense_precisions(posterior, exact, scale))
+    of_exact = self_influence(posterior, [batch], curvature="exact", blocks="tensor")
+    assert relative(of_exact, by_tensor.diagonal()) < 1e-7
+    posterior.restore(corrected)
+    posterior.prior_precision = 0.3 + 0.1 * torch.arange(len(corrected)).double()
+    some = (
+        {key: value[2:] for key, value in batch.items()}
+        if isinstance(batch, Mapping)
+        else tuple(part[2:] for part in batch)
+    )
+    assert relative(self_influence(posterior, [some]), expected.diagonal()[2:]) < 1e-7
+
+
 def test_several_terms_of_which_some_do_not_count():
     """Tokens: an example's loss is the sum over those that count."""
     torch.manual_seed(0)
@@ -379,6 +419,128 @@ def test_sizes_of_parts_change_nothing(monkeypatch):
     monkeypatch.setattr(module, "ROW_BYTES", 100)
     with pytest.raises(MemoryError, match="Pass curvature='ekfac'"):
         influence(posterior, [(x, y)], [(x, y)])
+
+
+def stored(folder, posterior, train, **options):
+    """Scores with a store, each batch's apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "SECONDS", 0)
+        patch.setattr(module, "QUERY_BYTES", 1)
+        return influence(posterior, train, train, store=folder, **options)
+
+
+def test_a_killed_computation_goes_on(tmp_path, monkeypatch):
+    """Before or after any file: the same scores to the bit, and none is computed twice."""
+    posterior, (x, y), *_ = classes()
+    train = DataLoader(TensorDataset(x, y), 2)
+    expected = stored(tmp_path / "whole", posterior, train)
+    assert relative(expected, influence(posterior, train, train)) < 1e-12
+    write, number = store.write_tensors, len(list((tmp_path / "whole").glob("*.safetensors")))
+    assert number == 9  # three chunks of queries with three parts
+    for k in (0, 2, 5, 11):  # of twelve: three are solved gradients, dropped at the end
+
+        def killed(path, *rest, left=[None] * k):  # noqa: B006
+            if not left:
+                raise KeyboardInterrupt
+            left.pop()
+            return write(path, *rest)
+
+        folder = tmp_path / str(k)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(store, "write_tensors", killed)
+            stored(folder, posterior, train)
+        (folder / ".partial-1-2-scores-00000-0000000004.safetensors").write_text("half")
+        assert torch.equal(stored(folder, posterior, train), expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Systems, "run", None)
+        assert torch.equal(stored(folder, posterior, train), expected)
+        # Other batches of the same training data fit as well.
+        again = influence(posterior, train, [(x, y)], store=folder)
+    assert torch.equal(again, expected)
+
+
+def test_a_store_of_another_computation_is_refused(tmp_path):
+    posterior, (x, y), *_ = classes()
+    data = [(x, y)]
+    stored(tmp_path, posterior, data)
+
+    def refused(match, found=posterior, queries=data, train=data, **options):
+        with pytest.raises(ValueError, match=f"It differs in {match}. Pass the same"):
+            influence(found, queries, train, store=tmp_path, **options)
+
+    refused("the options", curvature="ekfac")
+    refused("the options", damping=2.0)
+    refused("the measurement", measurement="margin")
+    refused("the measurement", measurement=lambda f, y: f[:, 0])
+    refused("the training data", train=[(x + 1e-9, y)])
+    refused("the training data", train=[(x, y.flip(0))])
+    refused("the queries or their batches", queries=[(x[1:], y[1:])])
+    refused("the queries or their batches", queries=[(x[:1], y[:1]), (x[1:], y[1:])])
+    posterior.temperature = 2.0
+    refused("the posterior")
+    posterior.temperature = TEMPERATURE
+    stored(tmp_path, posterior, data)  # the control
+    other, *_ = classes()
+    with torch.no_grad():
+        other.model[0].bias.add_(1.0)
+    other.fit(data)
+    refused("the network, the posterior", other)
+    with pytest.raises(TypeError, match="contains a object, whose values a store cannot compare"):
+        influence(posterior, [(object(), y)], data, store=tmp_path)
+    with pytest.raises(TypeError, match="can be read only once"):
+        influence(posterior, iter(data), data, store=tmp_path)
+    path = next(tmp_path.glob("scores-*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is not an intact file of scores"):
+        stored(tmp_path, posterior, data)
+
+
+def on_ranks(folder=None, other_queries=False):
+    """Scores of a rank's part of the data, two or four examples, or of all; and its own ones."""
+    model, x = images()
+    y, ranks = torch.tensor([0, 2, 1, 1, 0, 2]), Ranks()
+    train = Batches(x, y, 5, ranks=ranks)  # of two ranks the first has none of the second batch
+    posterior = Posterior(model, "classification", temperature=TEMPERATURE, kfac_approx="expand")
+    posterior.fit(train)
+    posterior.prior_precision = 0.3 + 0.1 * torch.arange(len(posterior.factors)).double()
+    queries = [(x[:3], y[:3]), (x[3:], y[3:])]
+    if other_queries and ranks.rank == 1:
+        queries = queries[::-1]
+    found = {
+        "exact": influence(posterior, queries, train, store=folder),
+        "layers": influence(posterior, queries, train, blocks="layer", damping="relative"),
+        "ekfac": influence(posterior, queries, train, curvature="ekfac"),
+        "kfac": influence(posterior, queries, train, curvature="kfac"),
+        "self": self_influence(posterior, train),
+    }
+    if ranks.size > 1:
+        with pytest.raises(ValueError, match="Pass 'ekfac', or call influence"):
+            self_influence(posterior, train, curvature="exact")
+    if folder is not None:
+        again = influence(posterior, queries, train, store=folder)
+        assert torch.equal(again, found["exact"])
+    return found
+
+
+def test_two_ranks_have_the_scores_of_one_process(worlds, tmp_path):
+    """With unequal parts, and a batch of which one has no example."""
+    here = f"{__name__}:on_ranks"
+    (alone,) = worlds.all(1, here)
+    for of_rank in worlds.all(2, here, str(tmp_path)):
+        for name, expected in alone.items():
+            assert relative(of_rank[name], expected) < 1e-7, name
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["rank-0-of-2", "rank-1-of-2"]
+    # The control: with the blocks of one rank's part alone the scores are others.
+    model, x = images()
+    posterior = Posterior(model, "classification", kfac_approx="expand", temperature=TEMPERATURE)
+    y = torch.tensor([0, 2, 1, 1, 0, 2])
+    posterior.fit([(x[:4], y[:4])])
+    posterior.prior_precision = 0.3 + 0.1 * torch.arange(len(posterior.factors)).double()
+    part = influence(posterior, [(x, y)], [(x[:4], y[:4])])
+    assert relative(part, alone["exact"][:, :4]) > 0.05
+    for one in worlds.run(2, here, None, True):
+        assert failed(one) and "the queries" in one.args[1]
 
 
 def test_refusals():

@@ -198,3 +198,18 @@ def test_arrays_and_lists_are_tensors_too():
         found = suspicious_labels(labels, probabilities, 0.1)
         assert_close(found.wrong, expected.wrong, rtol=1e-5, atol=0)
         assert torch.equal(found.index, expected.index)
+
+
+def test_self_influence_is_a_column_in_the_same_order():
+    _, y = data()
+    p = torch.rand(N, C, generator=torch.Generator().manual_seed(2)).softmax(1)
+    p[7] = torch.nan  # never used
+    values = torch.arange(N).double()
+    labels = suspicious_labels(y, p, self_influence=values)
+    assert labels.self_influence is not None and 7 not in labels.index
+    assert_close(labels.self_influence, values[labels.index])
+    assert not torch.equal(labels.self_influence, labels.self_influence.sort().values)
+    assert suspicious_labels(y, p).self_influence is None
+    assert_close(labels.score, suspicious_labels(y, p).score)
+    with pytest.raises(ValueError, match="Pass one value for each label"):
+        suspicious_labels(y, p, self_influence=values[:5])
