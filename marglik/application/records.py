@@ -206,6 +206,8 @@ class SuspiciousLabel:
     score: float
     wrong: float | None = None
     """Probability that the label is wrong, if calibration found wrong labels."""
+    self_influence: float | None = None
+    """Change of the example's loss if it is left out (nats), see `marglik.self_influence`."""
     image: str | None = None
     """The image as a data URI."""
 
@@ -223,6 +225,39 @@ class SuspiciousLabels:
     examples: list[SuspiciousLabel] = field(default_factory=list)
     unknown: str | None = None
     """Reason if the labels have no scores."""
+
+
+@dataclass(frozen=True)
+class TrainingExample:
+    """A training example with a large effect on a prediction."""
+
+    index: int
+    """Index in its source, as of `SuspiciousLabel`."""
+    label: str
+    effect: float
+    """How much the example raises the log-odds of the predicted class, or the mean of a number."""
+    image: str | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The training examples with the largest effects on a test prediction."""
+
+    index: int
+    """Index of the test example."""
+    label: str
+    predicted: str
+    examples: list[TrainingExample]
+    image: str | None = None
+
+
+@dataclass(frozen=True)
+class Explanations:
+    """Explanations of the test predictions with the largest losses."""
+
+    predictions: list[Explanation]
+    unknown: str | None = None
+    """Reason if predictions cannot be explained."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +356,7 @@ class Results:
     """Number of test positions (tokens) that count, for sequences."""
     calibration: CalibrationRecord | None = None
     suspicious_labels: SuspiciousLabels = SuspiciousLabels()
+    explanations: Explanations | None = None
     augmentation: Augmentation | None = None
     verdict: str | None = None
     """Comparison with the plain network, in a few lines."""

@@ -269,6 +269,12 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
                 [*row, number(one.wrong, 2)]
                 for row, one in zip(cells, labels.examples, strict=True)
             ]
+        if any(one.self_influence is not None for one in labels.examples):
+            columns = (*columns, "self-influence")
+            cells = [
+                [*row, number(one.self_influence, 2)]
+                for row, one in zip(cells, labels.examples, strict=True)
+            ]
         pictures = [
             Picture(
                 one.image,
@@ -283,6 +289,33 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
         elif cells:
             rows = [Row(index, rest) for index, *rest in cells]
             blocks.append(Table(title, ["Training example", *columns[1:]], rows, has_words=True))
+    return blocks
+
+
+def _explanations(runs: Sequence[Run]) -> Blocks:
+    """Return each explained test prediction with the training examples of the largest effects."""
+    blocks: Blocks = []
+    for run in runs:
+        if run.results is None or (explained := run.results.explanations) is None:
+            continue
+        if explained.unknown is not None:
+            blocks.append(run.titled(explained.unknown))
+        rows = []
+        for one in explained.predictions:
+            name = f"Test example {one.index}: {one.label}, predicted as {one.predicted}"
+            pictures = [Picture(one.image or "", name, [("label", one.label)])]
+            rows.append(Row(name))
+            for example in one.examples:
+                cells = [("label", example.label), ("effect", number(example.effect))]
+                title = f"Training example {example.index}"
+                lines = [*cells, ("example", str(example.index))]
+                pictures.append(Picture(example.image or "", f"{title}: {example.label}", lines))
+                rows.append(Row(title, [cell for _, cell in cells]))
+            if one.image is not None:
+                blocks.append(Gallery(run.titled(name), pictures, "small"))
+        if rows and explained.predictions[0].image is None:
+            title = run.titled("Test predictions with the largest losses")
+            blocks.append(Table(title, ["Example", "label", "effect"], rows, has_words=True))
     return blocks
 
 
@@ -327,6 +360,7 @@ SECTIONS: dict[str, Callable[[Sequence[Run]], Blocks]] = {
     "ood": _ood,
     "uncertain": _uncertain,
     "suspicious": _suspicious,
+    "explanations": _explanations,
     "options": _options,
     "versions": _versions,
 }

@@ -13,10 +13,12 @@ from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
 from marglik.application.data.encoding import TableEncoding
 from marglik.application.data.splits import check_values
+from marglik.application.explain import explained_columns, training_rows
 from marglik.application.run_folder import run_folder_of
 from marglik.application.runs.build import device_of
 from marglik.application.runs.config import Accelerator, check_seed
 from marglik.application.runs.evaluate import saved_object
+from marglik.attribution.influence import InfluenceCurvature
 from marglik.models import Standardised
 from marglik.posterior_file import load_posterior
 from marglik.prediction.links import Prediction
@@ -36,6 +38,9 @@ def predict_rows(
     output: str,
     model: str | nn.Module | None = None,
     predictive: PredictiveConfig = PredictiveConfig(),  # noqa: B008
+    explain: int = 0,
+    train: str | None = None,
+    curvature: InfluenceCurvature = "exact",
     overwrite: bool = False,
     accelerator: Accelerator = "auto",
     seed: int = 0,
@@ -49,6 +54,14 @@ def predict_rows(
     ("p(NAME)"). For numeric targets it has "mean" and "std" of a new target, in the unit of the
     file. If the likelihood is Gaussian, "low" and "high" are the ends of the 90 % interval. A name
     of a class that a spreadsheet would run as a formula, such as "=1+1", gets a leading apostrophe.
+
+    With explain, the columns "example_1" and "effect_1" to "example_K" and "effect_K" have the
+    training examples with the largest effect on each prediction. "example_k" is the number of the
+    row in the training file, from 0. "effect_k" is how much this row raised the prediction, and
+    negative if it lowered it: estimated from the change without the row. For classes the prediction
+    is the log-odds of the most probable class, before calibration. For a yes or no it is the
+    log-odds of yes. For numbers it is the mean, in the unit of the file.
+
     Returns a summary of the written file.
 
     Args:
@@ -58,6 +71,11 @@ def predict_rows(
         model: class of the network. Name the class if it is your own, because the folder alone must
             not choose the code that runs.
         predictive: the predictive.
+        explain: number K of training examples that explain each prediction; 0 for none.
+        train: the training file, unchanged, for explain. Name it, because the folder alone must not
+            choose the files that are read.
+        curvature: curvature for explain. exact stores the inputs and output gradients of all
+            training rows, at most 4 GiB. ekfac and kfac store none and are less accurate.
         overwrite: whether to replace an existing file.
         accelerator: device. auto selects cuda if it is available.
         seed: seed of the random numbers for sampling.
@@ -67,11 +85,22 @@ def predict_rows(
         FileNotFoundError: the folder or the file does not exist.
         FileExistsError: the output exists.
         ValueError: the output is the file of the rows or is in the folder of a run; the run was not
-            trained on a table; a column is missing; or a value does not occur in the training data,
-            or is so large that the prediction is not finite.
+            trained on a table; a column is missing; a value does not occur in the training data, or
+            is so large that the prediction is not finite; or explain does not go with the training
+            file or its number of rows, or needs too much memory.
     """
     check_seed(seed)
+    if explain < 0 or (explain > 0) != (train is not None):
+        raise ValueError(
+            f"explain={explain}, train={train}: explaining needs a positive number of examples and "
+            "the training file. Pass both --explain 5 and --train FILE, or none of them."
+        )
     record, encoding, _, x = rows_of_table(path, rows, output, overwrite)
+    splits = None if train is None else training_rows(path, record, train)
+    if splits is not None and explain > len(splits.train[1]):
+        raise ValueError(
+            f"explain={explain} is too large: the run has {len(splits.train[1])} training rows."
+        )
     device = device_of(accelerator)
     laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -86,6 +115,13 @@ def predict_rows(
         _refuse_largest(x, laplace.model, encoding, rows)
     scale = record["data"].get("target_scale")
     columns = _columns(prediction, laplace.likelihood, encoding, scale)
+    if splits is not None:
+        x = x.to(device)
+        try:
+            columns |= explained_columns(laplace, splits, x, explain, curvature, progress)
+        except MemoryError as error:
+            way_out = str(error).replace("curvature='ekfac'", "--curvature ekfac")
+            raise ValueError(way_out) from error
     with extra("tables"):
         import pandas
 

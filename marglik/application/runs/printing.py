@@ -177,6 +177,10 @@ def _print_suspicious(labels: SuspiciousLabels) -> None:
     if any(one.wrong is not None for one in examples):
         columns.append("probability of being wrong")
         rows = [[*row, f"{one.wrong:.2f}"] for row, one in zip(rows, examples, strict=True)]
+    if any(one.self_influence is not None for one in examples):
+        columns.append("self-influence")
+        pairs = zip(rows, examples, strict=True)
+        rows = [[*row, f"{one.self_influence:.2f}"] for row, one in pairs]
     _print_table(columns, rows)
 
 

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from marglik.application.data.splits import Splits, tensors_in
-from marglik.application.evaluation import data_uri
+from marglik.application.data.splits import Splits, split_batches, take, tensors_in
+from marglik.application.evaluation import ExampleScores, data_uri
+from marglik.application.explain import corrected_posterior, explanations
 from marglik.application.records import (
     Augmentation,
     CalibrationRecord,
     Evaluation,
     Evidence,
+    Explanations,
     Network,
     PredictiveRecord,
     Range,
@@ -22,6 +24,7 @@ from marglik.application.records import (
     TensorDecay,
 )
 from marglik.application.runs.setup import Setup
+from marglik.attribution.influence import self_influence
 from marglik.augmentation import LearnedAugmentation
 from marglik.augmentation.learned import START
 from marglik.posterior.prior import precision_to_weight_decay
@@ -121,8 +124,13 @@ def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:
     }
 
 
-def learned_results(setup: Setup, outcome: OnlineResult, evaluation: Evaluation) -> dict[str, Any]:
-    """Return the fields of `Results` from the learned network's training and evaluation."""
+def learned_results(
+    setup: Setup, outcome: OnlineResult, evaluation: Evaluation, scores: ExampleScores
+) -> dict[str, Any]:
+    """Return the fields of `Results` from the learned network's training and evaluation.
+
+    ``scores`` are those of each test example.
+    """
     laplace, splits = outcome.laplace, setup.splits
     label = setup.predictive.for_posterior(laplace).label
     fit = laplace.calibrations.get(label)
@@ -130,6 +138,7 @@ def learned_results(setup: Setup, outcome: OnlineResult, evaluation: Evaluation)
     of_map = Calibration(**fit["map_calibration"] if fit else own)
     before = [record["evidence_before"] for record in outcome.records if record["kind"] == "update"]
     name = "fixed" if setup.prior.method == "fixed" else "learned"
+    suspicious, explained = _attribution(setup, outcome, of_map, scores)
     return {
         "networks": {name: Network(evaluation.scores)},
         "evidence": Evidence((*before, outcome.evidence)[0], outcome.evidence, outcome.epoch),
@@ -137,24 +146,51 @@ def learned_results(setup: Setup, outcome: OnlineResult, evaluation: Evaluation)
         "held_out": setup.held_out,
         "calibration": fit and calibration_in_units(label, fit, splits),
         "num_positions": evaluation.num_positions,
-        "suspicious_labels": _suspicious(outcome, splits, of_map),
+        "suspicious_labels": suspicious,
+        "explanations": explained,
         "augmentation": _augmentation(setup.model, splits),
     }
 
 
+def _attribution(
+    setup: Setup, outcome: OnlineResult, calibration: Calibration, scores: ExampleScores
+) -> tuple[SuspiciousLabels, Explanations | None]:
+    """Return the suspicious labels with their self-influence, and the explained predictions."""
+    splits, posterior = setup.splits, outcome.laplace
+    suspicious, positions = _suspicious(outcome, splits, calibration)
+    y = splits.test[1]
+    if not scores or y[0].numel() > 1:  # sequences, and several numbers
+        return suspicious, None
+    try:
+        posterior, train = corrected_posterior(splits, posterior, setup.ranks)
+        if positions and splits.train[1].dim() == 1:
+            part = take(splits.train, torch.tensor(positions))
+            shown = replace(splits, train=part, train_indices=None)
+            batches = split_batches(shown, "train", 1, device=setup.fabric.device)
+            values = self_influence(posterior, batches).tolist()  # the same on each rank
+            pairs = zip(suspicious.examples, values, strict=False)
+            examples = [replace(one, self_influence=value) for one, value in pairs]
+            suspicious = replace(suspicious, examples=examples)
+        return suspicious, explanations(splits, posterior, train, scores)
+    except (NotImplementedError, ValueError, torch.OutOfMemoryError) as error:
+        # The training is done, and a section of the report is not worth its loss.
+        return suspicious, Explanations([], str(error))
+
+
 def _suspicious(
     outcome: OnlineResult, splits: Splits, calibration: Calibration
-) -> SuspiciousLabels:
+) -> tuple[SuspiciousLabels, list[int]]:
     """Return the training labels with the highest scores, or the reason why there are no scores.
 
-    If the calibration has label noise, each label has a probability of being wrong.
+    If the calibration has label noise, each label has a probability of being wrong. Also returns
+    the positions of the examples in the training data.
     """
     y = tensors_in(splits.train)[-1].cpu()
     try:
         assert outcome.training_probabilities is not None
         p = outcome.training_probabilities.mean().cpu()
     except ValueError as error:
-        return SuspiciousLabels(unknown=str(error))
+        return SuspiciousLabels(unknown=str(error)), []
     # Omit ignored labels, which have no predictions.
     ignored = splits.targets.ignore_index
     counts = torch.arange(len(y)) if ignored is None else (y != ignored).nonzero().flatten()
@@ -162,10 +198,10 @@ def _suspicious(
         y[counts], p[counts], calibration.label_noise, calibration.output_temperature
     )
     examples = []
-    for i in range(min(labels.number, MOST_SUSPICIOUS)):
-        # Convert the index among labels with scores to the index in the training data, and then to
-        # the index in the source.
-        position = int(counts[labels.index[i]])
+    # Convert indices among labels with scores to indices in the training data, and then to indices
+    # in the source.
+    positions = counts[labels.index[: min(labels.number, MOST_SUSPICIOUS)]].tolist()
+    for i, position in enumerate(positions):
         label, predicted = (
             str(int(k)) if splits.classes is None else splits.classes[int(k)]
             for k in (labels.label[i], labels.predicted[i])
@@ -175,8 +211,9 @@ def _suspicious(
         if splits.are_images:
             image = data_uri(tensors_in(splits.train)[0][position], LARGEST_PICTURE)
         index, score = int(splits.indices_in_source[position]), labels.score[i].item()
-        examples.append(SuspiciousLabel(index, label, predicted, score, wrong, image))
-    return SuspiciousLabels(len(labels.index), labels.number, labels.agreement, examples)
+        examples.append(SuspiciousLabel(index, label, predicted, score, wrong, image=image))
+    judged = SuspiciousLabels(len(labels.index), labels.number, labels.agreement, examples)
+    return judged, positions
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ def train(
         ensemble = trainings.train_ensemble(setup, outcome, members) if members else None
         _save(setup, folder, outcome, ensemble)
         evaluation, scores = trainings.evaluate_learned(setup, outcome.laplace, ensemble)
-        of_training = learned_results(setup, outcome, evaluation)
+        of_training = learned_results(setup, outcome, evaluation, scores)
         seconds = time.perf_counter() - start
         results = Results(identity=identity, seconds=seconds, **of_posterior, **of_training)
         if is_table and baseline is not False:

@@ -5,8 +5,9 @@ import pandas
 import pytest
 import torch
 
-from marglik import laplace_predictive, load_posterior
+from marglik import influence, laplace_predictive, load_posterior
 from marglik.application.cli import main
+from marglik.application.data.splits import hold_out
 from marglik.application.runs.predict import _no_formula
 from marglik.data import TableFile
 from tests.marglik.application.runs.command_line import content, refusal
@@ -146,6 +147,66 @@ def test_classes_have_probabilities(tmp_path):
     p = laplace_predictive(load_posterior(run))(rows("size", "price")).mean
     assert found[["p(A)", "p(B)"]].to_numpy() == pytest.approx(p.numpy(), rel=1e-5)
     assert found["predicted"].tolist() == ["AB"[int(k)] for k in p.argmax(1)]
+
+
+def effects_by_hand(run, folder, target, new, curvature):
+    """Scores of the function, for the run's rows, of which a tenth was held out: and these rows."""
+    splits = hold_out(TableFile(folder / "houses.csv", target=target).load(), 0.1, 0)
+    posterior, scale = load_posterior(run), splits.target_scale or (0.0, 1.0)
+    (x, y), (x_held, y_held) = splits.train, splits.validation
+    assert posterior.n_data == len(y) + len(y_held) > len(y)
+
+    def log_odds_or_mean(f, _):
+        if target == "price":
+            return scale[1] * f[:, 0]
+        top = f.topk(2, dim=1).values
+        return top[:, 0] - top[:, 1]
+
+    queries = [(new, y[:1].expand(len(new), *y.shape[1:]))]
+    fitted = [(torch.cat([x, x_held]), torch.cat([y, y_held]))]
+    scores = influence(
+        posterior, queries, fitted, measurement=log_odds_or_mean, curvature=curvature
+    )
+    return -scores[:, : len(y)], splits.indices_in_source
+
+
+@pytest.mark.parametrize(("target", "curvature"), [("price", "exact"), ("town", "ekfac")])
+def test_training_examples_explain_predictions(target, curvature, tmp_path, capsys):
+    run = trained(tmp_path, target, "regression" if target == "price" else "classification")
+    houses()[:5].drop(columns=target).to_csv(tmp_path / "new.csv", index=False)
+    arguments = ("predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"))
+    explain = ("--explain", "3", "--train", str(tmp_path / "houses.csv"))
+    options = [] if curvature == "exact" else ["--curvature", curvature]
+    assert main([*arguments, *explain, *options]) == 0
+    found = pandas.read_csv(tmp_path / "out.csv")
+    columns = ("size", "town_A", "town_B") if target == "price" else ("size", "price")
+    expected, in_file = effects_by_hand(run, tmp_path, target, rows(*columns), curvature)
+    most = expected.abs().argsort(1, descending=True)
+    for k in range(3):
+        effect = expected.gather(1, most[:, k : k + 1])[:, 0]
+        assert found[f"effect_{k + 1}"].to_numpy() == pytest.approx(effect.numpy(), rel=1e-3)
+        assert found[f"example_{k + 1}"].tolist() == in_file[most[:, k]].tolist()
+    # The control: the largest effects are well above others, and the rows differ.
+    assert (expected.abs().median(1).values < 0.8 * expected.abs().amax(1)).all()
+    plain = [name for name in found if not name.startswith(("example", "effect"))]
+    without = predicted(run, houses()[:5], tmp_path)
+    pandas.testing.assert_frame_equal(found[plain], without)
+    # Wrong uses end before any work.
+    wrong = {
+        ("--explain", "3"): "Pass both --explain 5 and --train FILE",
+        explain[2:]: "Pass both --explain 5 and --train FILE",
+        ("--explain", "-1", *explain[2:]): "explain=-1",
+        ("--explain", "1000", *explain[2:]): "explain=1000 is too large: the run has 58",
+        (*explain[:3], str(tmp_path / "new.csv")): "",
+        (*explain[:3], str(tmp_path / "missing.csv")): "is not a file",
+    }
+    for use, message in wrong.items():
+        assert message in refusal(capsys, *arguments, *use, "--overwrite")
+    changed = houses()
+    changed.loc[:5, "size"] += 1
+    changed.to_csv(tmp_path / "houses.csv", index=False)
+    said = refusal(capsys, *arguments, *explain, "--overwrite")
+    assert "has other training examples" in said and "Pass the unchanged file" in said
 
 
 def test_a_run_without_a_table_is_named(run, tmp_path, capsys):

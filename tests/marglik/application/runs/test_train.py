@@ -15,11 +15,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from kfac_backend.likelihoods import RegressionPerOutput, StudentT
 from marglik.application.cli import main
-from marglik.application.data.splits import split_batches
+from marglik.application.data.splits import hold_out, split_batches
+from marglik.application.report import write_report
 from marglik.application.run_folder import read_log
 from marglik.application.runs import trainings
-from marglik.application.runs.config import PriorConfig, RunConfig
+from marglik.application.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.application.runs.train import train
+from marglik.attribution.influence import influence, self_influence
 from marglik.augmentation import Affine, LearnedAugmentation
 from marglik.augmentation.ranges import ranges_of
 from marglik.data import Digits, Splits
@@ -266,9 +268,10 @@ class WrongDigits(Digits):
 
 def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
     run = RunConfig(epochs=6, batch_size=32, output=str(tmp_path), progress=False)
-    prior = PriorConfig(updates=3)
+    prior = PriorConfig(updates=3, curvature_from="pass")
     data = WrongDigits(test_fraction=0.6)
-    results = train(MLP(64, (16,), 10), data, prior=prior, run=run)
+    exact = CurvatureConfig(fisher="exact")  # draws nothing, so that the numbers are repeated below
+    results = train(MLP(64, (16,), 10), data, prior=prior, curvature=exact, run=run)
     assert results.scores["learned, MAP"].metrics.nll > 0
     assert read_posterior(tmp_path)["model"] is None  # nobody said how it was made
     found = results.suspicious_labels
@@ -279,6 +282,36 @@ def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
     first = next(e for e in found.examples if e.index in data.wrong)
     assert first.label == str(int(digits[first.index] + 1) % 10)
     assert max(len(example.image) for example in found.examples) < 4000
+    # By the functions of the library, with the data of the fit, of which a tenth was held out.
+    splits = hold_out(data.load(), 0.1, 0)
+    fitted = [*split_batches(splits, "train", 64), *split_batches(splits, "validation", 64)]
+    posterior = load_posterior(tmp_path, MLP(64, (16,), 10))
+    own = self_influence(posterior, fitted)[: results.num_data]
+    place = {int(index): i for i, index in enumerate(splits.indices_in_source)}
+    for example in found.examples:
+        expected = own[place[example.index]].item()
+        assert example.self_influence == pytest.approx(expected, rel=1e-3)
+    of_wrong = own[[place[i] for i in data.wrong if i in place]]
+    assert of_wrong.mean() > 2 * own.mean()
+    explained = results.explanations.predictions
+    index = [one.index for one in explained]
+    images, _ = next(iter(split_batches(splits, "test", 10**4)))
+    with torch.no_grad():
+        f = posterior.model.eval()(images)
+    losses = cross_entropy(f, splits.test[1], reduction="none")
+    assert losses[index].min() > losses.median() and len(index) == 4
+    queries = [(images[index], f[index].argmax(1))]
+    options = {"measurement": "log_odds", "curvature": "ekfac"}
+    effects = -influence(posterior, queries, fitted, **options)[:, : results.num_data]
+    for one, of_query, label in zip(explained, effects, f[index].argmax(1), strict=True):
+        assert one.predicted == str(int(label)) and len(one.examples) == 3
+        most = of_query.abs().topk(3)
+        assert [place[example.index] for example in one.examples] == most.indices.tolist()
+        for example, i in zip(one.examples, most.indices, strict=True):
+            assert example.effect == pytest.approx(of_query[i].item(), rel=1e-3)
+            assert example.label == str(int(splits.train[1][i])) and example.image
+    text = Path(write_report([tmp_path])).read_text()
+    assert "Training examples behind predictions" in text and "self-influence" in text
 
 
 # Sequences and graphs
