@@ -22,7 +22,7 @@ from kfac_backend.layers.gram import LARGEST_DENSE
 from tests.models.brute_force import Reference, reference
 from tests.models.families import FAMILIES, Case
 
-__all__ = ["Outcome", "check", "outcome", "table"]
+__all__ = ["Outcome", "casts", "check", "outcome", "table"]
 
 MODES = ("expand", "reduce")
 TOLERANCE = 1e-8
@@ -70,7 +70,7 @@ def check(case: Case, mode: str, **options: Any) -> str:
     except Exception as error:  # noqa: BLE001
         return f"raw {type(error).__name__}: {error}"
     expected = reference(case.model, case.x, "classification", mode)
-    tolerance = IN_FLOAT32 if _casts(case) else TOLERANCE
+    tolerance = IN_FLOAT32 if casts(case) else TOLERANCE
     names = [n for n, p in case.model.named_parameters() if p.requires_grad]
     if list(factors.blocks) != names:
         return f"WRONG: blocks of {list(factors.blocks)}"
@@ -87,7 +87,7 @@ def check(case: Case, mode: str, **options: Any) -> str:
     return f"diagonal: {', '.join(diagonal)}" if diagonal else "exact"
 
 
-def _casts(case: Case) -> bool:
+def casts(case: Case) -> bool:
     """Whether the model computes with coarser numbers than its own."""
     with torch.no_grad(), DtypesInUse() as used:
         case.model(**case.x) if isinstance(case.x, dict) else case.model(case.x)
