@@ -131,6 +131,7 @@ def test_each_page_is_in_the_navigation():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w./-]+\.md", str(config["nav"])))
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    pages |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob("experiments/*/README.md")}
     assert pages <= listed
     for page in listed - pages:
         assert (ROOT / page).exists() or page == "examples/index.md", page

@@ -196,7 +196,7 @@ def test_a_public_name_means_one_thing(package):
 
 
 def test_commands_are_listed_and_pages_name_no_others():
-    """`make help` lists all targets, and experiments/README.md all studies."""
+    """`make help` lists all targets, and experiments/README.md all studies and their pages."""
     done = subprocess.run(
         ["make", "--no-print-directory", "help"],
         cwd=ROOT,
@@ -208,9 +208,13 @@ def test_commands_are_listed_and_pages_name_no_others():
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
     assert listed == set(targets.split())
     tracked = [ROOT / folder for folder in (".", "docs", "experiments", "kfac_backend")]
+    of_studies = sorted(ROOT.glob("experiments/*/README.md"))
+    tracked += [path.parent for path in of_studies]
     pages = "\n".join(page.read_text() for folder in tracked for page in folder.glob("*.md"))
     assert set(re.findall(r"`make ([a-z\d-]+)", pages)) <= listed
-    table = re.findall(r"^\| `(\w+)\.(\w+)", (ROOT / "experiments/README.md").read_text(), re.M)
+    entry = (ROOT / "experiments/README.md").read_text()
+    assert of_studies and all(f"]({path.parent.name}/README.md)" in entry for path in of_studies)
+    table = re.findall(r"^\| `(\w+)\.(\w+)", entry, re.M)
     studies = {
         (path.parent.name, path.stem)
         for path in ROOT.glob("experiments/*/*.py")

@@ -18,6 +18,8 @@ from marglik.application.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+STUDIES = ["experiments/README.md"]
+STUDIES += sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("experiments/*/README.md"))
 RESULTS = ROOT / "experiments/results"
 
 
@@ -34,11 +36,12 @@ def result(name):
 def test_measurements_are_rows_of_the_results():
     """Each "mean ± standard error", whatever sign it has on the page; of two pages, whole rows."""
     tables = "\n".join(path.read_text() for path in RESULTS.rglob("table.md"))
-    for page in (*PAGES, "experiments/README.md"):
+    numbers = {}
+    for page in (*PAGES, *STUDIES):
         text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.S | re.M)
         quoted = set(re.findall(r"\d+\.\d+ ± \d+\.\d+", flat(text)))
         assert [number for number in sorted(quoted) if number not in flat(tables)] == [], page
-        assert quoted or page != "experiments/README.md"
+        numbers[page] = len(quoted)
         rows = [row for row in text.splitlines() if re.match(r"\|.*\d\.\d", row)]
         if page == "docs/paper.md":  # the claims, which test_paper.py compares
             rows = [
@@ -46,10 +49,13 @@ def test_measurements_are_rows_of_the_results():
             ]
         if page in ("docs/numbers.md", "docs/paper.md"):
             assert rows and set(rows) <= set(tables.splitlines()), page
+    for folder in "weight_decay labels augmentation table2 uci predictions optimizers".split():
+        assert numbers[f"experiments/{folder}/README.md"]
+    assert sum(numbers[page] for page in STUDIES) > 150
 
 
 def test_sentences_of_the_page_of_numbers_are_those_of_the_json():
-    pages = ("docs/numbers.md", "experiments/README.md")
+    pages = ("docs/numbers.md", "experiments/speed/README.md")
     text = flat(" ".join((ROOT / page).read_text() for page in pages))
     folder = "bench_curvature_cpu"
     update = result(f"{folder}/evidence")["median_seconds"]
@@ -253,7 +259,7 @@ def commands(text):
     return [shlex.split(line, comments=True) for line in blocks.splitlines() if line]
 
 
-@pytest.mark.parametrize("page", [*PAGES, "experiments/README.md"])
+@pytest.mark.parametrize("page", [*PAGES, *STUDIES])
 def test_commands_are_those_of_the_programs(page, capsys):
     for program, *arguments in commands((ROOT / page).read_text()):
         arguments = [str(ROOT / a) if a.startswith("experiments/") else a for a in arguments]

@@ -15,7 +15,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("kfac_backend/README.md", "experiments/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+STUDIES = sorted(ROOT.glob("experiments/*/README.md"))
+PAGES = (
+    *("kfac_backend/README.md", "experiments/README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *(path.relative_to(ROOT).as_posix() for path in STUDIES),
+)
 RESULTS = "experiments/results"
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```)", re.M | re.S)
