@@ -10,7 +10,15 @@ from html.parser import HTMLParser
 import pytest
 from scipy import stats
 
-from marglik.application.records import PredictiveRecord, SuspiciousLabel, SuspiciousLabels, to_json
+from marglik.application.records import (
+    Explanation,
+    Explanations,
+    PredictiveRecord,
+    SuspiciousLabel,
+    SuspiciousLabels,
+    TrainingExample,
+    to_json,
+)
 from marglik.application.report import write_report
 from marglik.application.report.charts import SERIES, Chart, reliability_chart
 from marglik.application.report.contents import Predictive, differing, read_runs
@@ -185,6 +193,18 @@ def test_suspicious_labels_have_a_probability_of_being_wrong_where_it_is_known(r
         assert ("probability of being wrong" in table.columns) == (wrong is not None)
         assert len(table.columns) == 1 + len(table.rows[0].cells)
         assert (table.rows[0].cells[-1] == "0.97") == (wrong is not None)
+
+
+def test_explained_predictions_without_pictures_are_a_table(run):
+    example = TrainingExample(7, "a", -0.5)
+    explained = Explanations([Explanation(3, "a", "b", [example])])
+    results = replace(run.results, explanations=explained)
+    (table,) = SECTIONS["explanations"]([replace(run, results=results)])
+    heading, row = table.rows
+    assert heading.header == "Test example 3: a, predicted as b"
+    assert (row.header, row.cells) == ("Training example 7", ["a", "−0.5"])
+    unknown = replace(run.results, explanations=Explanations([], "why not"))
+    assert SECTIONS["explanations"]([replace(run, results=unknown)]) == ["why not"]
 
 
 def test_what_differs():
