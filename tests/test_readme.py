@@ -249,7 +249,7 @@ INSTALLATION = [
 ]
 
 
-OF_TABLES = ("docs/tables.md", "docs/active-learning.md")
+OF_TABLES = ("docs/tables.md", "docs/active-learning.md", "docs/influence.md")
 """Pages whose commands take tables that do not exist here."""
 
 
