@@ -84,14 +84,15 @@ def test_sentences_of_the_page_of_numbers_are_those_of_the_json():
         f"reduce {quick['ViT, reduce, exact']}.",
         f"GPT with one sample per token: expand {quick['GPT, expand, mc']}, "
         f"reduce {quick['GPT, reduce, mc']}.",
-        f"takes {quick['epoch of the online loop']} times an epoch of a hand-written loop",
+        f"takes {quick['epoch of the online loop']} times as long as an epoch of a "
+        "hand-written loop",
         f"covariances of {batch['config']['batch_size']} images take {seconds['ours']:.1f} s. "
         f"This is {batch['times_the_limit']['ours']:.1f} times the limit.",
         f"The peak memory is {most['ours']:.0f} MiB. A training step takes "
         f"{most['training step']:.0f} MiB.",
         f"The last layer alone** takes {seconds['ours, last layer']:.2f} s.",
-        f"Jacobians** take {one:.1f} s an image one by one. In batches of "
-        f"{ran[-1]['batch_size']} they take {last:.1f} s an image and "
+        f"Jacobians** take {one:.1f} s per image if they are computed for one image at a time. In "
+        f"batches of {ran[-1]['batch_size']} they take {last:.1f} s per image and "
         f"{ran[-1]['peak_gibibytes']:.0f} GiB. Per image, marglik's covariances are "
         f"{one / ours:.0f} to {last / ours:.0f} times as fast.",
     ):
