@@ -133,6 +133,8 @@ def test_table_of_the_readme_is_that_of_the_results():
             "digits, LeNet | 600 | 0%",
         ),
     )
+    bought = (RESULTS / "active_learning/table.md").read_text().split("**")[2]
+    labels = dict(re.findall(r"\| ([\w ]+) \| [\d.]+ ±[^|]*\|[^|]*\| ([\d.]+) ±", bought))
     raw = dict(re.findall(r"LeNet \| 600 \| 0% \| \d \| ([\w ,'-]+) \| ([\d.]+) \|", study))
     for row in (
         f"expand | {of['ours, expand, exact']} | curvlinops {of['curvlinops, expand, exact']}, "
@@ -146,6 +148,8 @@ def test_table_of_the_readme_is_that_of_the_results():
         f"default {convolutions['default']} |",
         f"| {lenet['learned']} | grid of seven {lenet['grid']}, default {lenet['default']}, "
         f"dropout {lenet['dropout']} |",
+        f"| {labels['mutual information']} | random {labels['random']}, ensemble of three "
+        f"{labels['ensemble']} |",
         f"| {raw['Laplace']} | uncalibrated {raw['Laplace, uncalibrated']}, laplace-torch "
         f"{raw['laplace-torch']} |",
     ):

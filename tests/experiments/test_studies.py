@@ -17,7 +17,7 @@ from experiments.exactness.networks import Config as Exactness
 from experiments.labels import label_noise, suspicious_labels
 from experiments.optimizers import optimizer_comparison, steps_to_target
 from experiments.optimizers.training import Candidate, Method, Problem, Schedule, Training
-from experiments.predictions import out_of_distribution
+from experiments.predictions import active_learning, out_of_distribution
 from experiments.speed import (
     bench_curvature,
     bench_predictive,
@@ -57,6 +57,7 @@ from tests.experiments.tasks import Task, run_task
 
 TO_TARGET = "optimizers.steps_to_target"
 TABLES = {
+    "active_learning": ("predictions.active_learning",),
     "any_loop": ("weight_decay.any_loop",),
     "bench_curvature_cpu": ("speed.bench_curvature",),
     "bench_curvature_cuda": ("speed.bench_curvature", "--device", "cuda"),
@@ -200,6 +201,19 @@ def small_out_of_distribution(patch):
     found = record_of(out_of_distribution.run, config)
     assert len(found["rows"]) == 5 and all(len(r["shift"]) == 20 for r in found["rows"].values())
     return [found], out_of_distribution.table
+
+
+def small_active_learning(patch):
+    x, nothing = torch.randn(60, 8), torch.zeros(50, dtype=torch.bool)
+    table = active_learning.Pool(x[:50], x[:50, :1], nothing, x[50:], x[50:, :1])
+    small = replace(active_learning.PROBLEMS["concrete"], pool=lambda seed: table)
+    patch.setitem(active_learning.PROBLEMS, "concrete", small)
+    found = [
+        record_of(active_learning.run, active_learning.Config(pool, method, 0, 1, 2))
+        for pool in ("clean", "concrete")
+        for method in ("mutual information", "random", "ensemble")
+    ]
+    return found, active_learning.table
 
 
 def small_optimizer_comparison(patch):
