@@ -154,6 +154,9 @@ def test_dependencies_are_those_that_are_imported():
         "pytorch_optimizer",
         "ivon",
         "cleanlab",
+        "dattri",
+        "kronfluence",
+        "trak",
         "ogb",
     }
     optional |= {"botorch", "gpytorch", "linear_operator", "posteriors", "tensordict"}

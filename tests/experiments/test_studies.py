@@ -58,6 +58,7 @@ from tests.experiments.tasks import Task, run_task
 TO_TARGET = "optimizers.steps_to_target"
 TABLES = {
     "active_learning": ("predictions.active_learning",),
+    "attribution": ("attribution.linear_datamodeling",),
     "any_loop": ("weight_decay.any_loop",),
     "bench_curvature_cpu": ("speed.bench_curvature",),
     "bench_curvature_cuda": ("speed.bench_curvature", "--device", "cuda"),

@@ -1,0 +1,1 @@
+"""Data attribution: scores of training examples judged by retraining."""
