@@ -29,7 +29,8 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -263,11 +264,24 @@ def scores_of(
     return {"accuracy": hits, "log_likelihood": -nll}
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context manager without marglik's log, and without warnings of an evidence that falls."""
+    logger = logging.getLogger("marglik")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@quiet()
 def run(config: Config) -> Result:
     """Buy labels round by round; test the network after each."""
     started, problem = time.process_time(), PROBLEMS[config.pool]
-    logging.getLogger("marglik").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", RuntimeWarning)  # of an evidence that falls
     epochs = problem.epochs if config.epochs is None else config.epochs
     rounds = problem.rounds if config.rounds is None else config.rounds
     pool, name = problem.pool(config.seed), problem.likelihood
