@@ -49,7 +49,7 @@ class Graphs:
         return len(self.node_counts)
 
     def __getitem__(self, index: int | slice | Tensor) -> "Graphs":
-        """Return some of the graphs, in the order given; their nodes are renumbered.
+        """Return some of the graphs in the given order, with renumbered nodes.
 
         Args:
             index: a slice, a tensor (K,) of indices, or a boolean mask (G,), on the device of the
@@ -138,7 +138,7 @@ def sum_by(index: Tensor, x: Tensor, size: int) -> Tensor:
 
 
 def _owners(counts: Tensor, total: int) -> Tensor:
-    """Return 0 counts[0] times, then 1 counts[1] times, ...; (total,)."""
+    """Return 0 repeated counts[0] times, then 1 repeated counts[1] times, ...; (total,)."""
     numbers = torch.arange(len(counts), device=counts.device)
     return numbers.repeat_interleave(counts, output_size=total)
 

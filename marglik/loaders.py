@@ -61,10 +61,11 @@ def _loader_of(loader: Any) -> Any:
 
 @contextmanager
 def _same_order(loader: Any) -> Iterator[None]:
-    """A context in which a loader begins in the same order each time; afterwards it goes on.
+    """Context in which a loader has a fixed order; restores its state on exit.
 
-    The statistics of BatchNorm depend on the batches. So they are equal after a resume, and the
-    trainer's next epochs have the order that they have without passes.
+    The statistics of BatchNorm depend on the order of the batches. With a fixed order they are the
+    same after a resume. With the restored state, the trainer's next epochs have the same order as
+    without this context.
     """
     loader = _loader_of(loader)
     states = [(generator, generator.get_state()) for generator in generators_of(loader)]
@@ -73,7 +74,7 @@ def _same_order(loader: Any) -> Iterator[None]:
     counts_epochs = len(position) == len(names)
     for generator, _ in states:
         generator.manual_seed(0)
-    if counts_epochs:  # and shuffle by this number
+    if counts_epochs:  # the order depends on this number
         loader.set_epoch(0)
     try:
         yield
@@ -129,7 +130,7 @@ def num_batches(loader: Any) -> int:
 def steps_in_epoch(loader: Loader, steps: int | None) -> int | None:
     """Return the given number of steps in an epoch, or the number of the loader's batches.
 
-    None of a stream, which has no length.
+    Return None for a stream, which has no length.
     """
     steps = length(loader) if steps is None else steps
     if steps is None:

@@ -3,10 +3,10 @@
 - ``posterior.safetensors``: the Kronecker factors; corrected eigenvalues with their eigenbasis.
 - ``model.safetensors``: the network's parameters and buffers; for a network on a frozen base, as
   with LoRA, without the base.
-- ``fingerprints.safetensors``: a number of 64 bits for each example of the fit, by which
-  `calibrate` recognises training data; missing where the inputs have no tensors.
+- ``fingerprints.safetensors``: a 64-bit number for each example of the fit, with which `calibrate`
+  recognises training data. The file is missing if the inputs contain no tensors.
 - ``posterior.json``: hyperparameters, how to build the network, what data it was fitted to, and
-  SHA-256 sums of all files. It is written last: if it exists, the others are complete.
+  SHA-256 sums of all files. It is written last. If it exists, the other files are complete.
 """
 
 import json
@@ -76,7 +76,7 @@ def save_posterior(
     check_whole(laplace.model, "A saved posterior")
     folder, factors = Path(folder), laplace.fitted_factors()
     laplace.check_weights()
-    factors.check_are_here()  # before the folder of an earlier one is removed
+    factors.check_are_here()  # before an earlier folder is removed
     names = list(factors.blocks)
     plain = [_plain(name) for name in names]
     delta = laplace.prior_precision.expand(len(names))
@@ -107,7 +107,7 @@ def save_posterior(
     json.dumps(record)  # raises a TypeError now, before anything is overwritten
     state = {_plain(n): value for n, value in tensors_of(laplace.model, without=base).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    # Remove it first. From here on it would have the sums of files that are being replaced.
+    # Remove it first, because it has the sums of the files that are now replaced.
     (folder / POSTERIOR).unlink(missing_ok=True)
     sums = {FACTORS: _renamed(factors, _plain).save(folder / FACTORS)}
     sums[MODEL] = write_tensors(folder / MODEL, state)

@@ -2,13 +2,15 @@
 
 τ(q, n) = ∇m(q)ᵀ (H + P)⁻¹ ∇ℓ_n is, to first order, the change of measurement m of query q if
 training example n is left out. H + P is the posterior's precision, block by block. The learned
-prior precisions replace the damping that other tools ask for. Training gradients are never stored:
-a backward pass gives the layers' inputs and output gradients, and each layer's gradients are
-contracted with the solved query gradients, for a few examples at a time.
+prior precisions replace the damping that other tools ask for. Two passes compute the scores. The
+first one computes the gradients of the queries, and solves (H + P) S_q = ∇m(q). The second one
+computes the inner products of each S_q with the training gradients. It stores no training gradient:
+it computes the products of a few examples at a time, from the inputs and output gradients of the
+layers.
 
 The exact blocks of the GGN are H_b = Σ_n Σ_v g_nv g_nvᵀ, from the stored inputs and output
-gradients of all training examples. Conjugate gradients solve their systems, with the EKFAC block as
-the preconditioner.
+gradients of all training examples. Conjugate gradients solve the systems of these blocks, with the
+EKFAC block as the preconditioner.
 
 Sources: Koh & Liang 2017 (arXiv:1703.04730); Grosse et al. 2023 (arXiv:2308.03296) for EKFAC.
 """
@@ -66,11 +68,11 @@ AUTO_OF_REGRESSION = 3.0
 RELATIVE = 0.1
 """Share of a tensor's mean eigenvalue that damping="relative" uses."""
 QUERY_BYTES = 2**30
-"""Bytes of the query gradients that are solved and contracted together."""
+"""Maximum number of bytes of query gradients that share a pass over the training data."""
 ROW_BYTES = 4 * 2**30
 """Maximum number of bytes of inputs and output gradients that exact blocks store."""
 DENSE_BYTES = 32 * 2**20
-"""Bytes of dense gradients that are formed at once."""
+"""Maximum number of bytes of dense gradients in memory at the same time."""
 MOST_ITERATIONS = 1000
 """Maximum number of conjugate gradient iterations, after which a warning gives the residual."""
 
@@ -96,14 +98,14 @@ def influence(
 
     Scores are often summed over many examples that are left out together. Without half of the
     examples the precision is H/2 + δ = (H + 2 δ)/2 for a Gaussian likelihood, so a damping above δ
-    is better: 3 δ in the experiments. The curvature of a classifier does not halve. With less data
-    its predictions are less certain, which increases the curvature of each example, and δ is better
-    (measured, see `experiments.attribution`).
+    is better. In the experiments 3 δ was best. The curvature of a classifier does not halve. With
+    less data its predictions are less certain, which increases the curvature of each example, so δ
+    is better (measured, see `experiments.attribution`).
 
     Args:
         posterior: the fitted posterior, at the network's weights.
-        queries: batches (x, y), or mappings, as in the fit. Each pass over the training data serves
-            as many queries as fit into 1 GiB of gradients.
+        queries: batches (x, y), or mappings, as in the fit. There is one pass over the training
+            data for each GiB of query gradients.
         train: the data of the fit, in a fixed order and in an iterable that can be read repeatedly.
         measurement: "loss" (−log p(y|f), in nats, summed over an example's terms). For classes and
             outputs (N, C) also "margin" (the output of the label minus the largest other one) and
@@ -111,19 +113,20 @@ def influence(
             targets that returns one number for each example (q,), such as the loss of a token.
         curvature: "exact" uses the exact blocks of the GGN and stores the inputs and output
             gradients of all training examples, also if a learner fitted the posterior with random
-            signs. For a posterior with fisher="mc" or "empirical" they are the blocks of this
+            signs. If the posterior has fisher="mc" or "empirical", the blocks belong to that
             matrix. "ekfac" uses the eigenvalue-corrected blocks of the posterior's factors, and
             "kfac" the plain ones.
         blocks: "layer" for one block of all tensors of a module, such as weight and bias (only for
             "exact"); "tensor" for one block per parameter tensor. None uses "layer" for "exact" and
             "tensor" for the others.
-        damping: "evidence" uses the posterior's prior precision δ of each tensor. "auto" does so,
-            too, but uses 3 δ for regression, see below. "relative" uses 0.1 times the mean
-            eigenvalue of each tensor's block instead. A number replaces δ by this precision for all
-            tensors; it has the scale of δ, for a sum over the data.
+        damping: "evidence" uses the posterior's prior precision δ of each tensor. "auto" also uses
+            δ, but 3 δ for regression, see above. "relative" uses 0.1 times the mean eigenvalue of
+            each tensor's block instead. A number replaces δ for all tensors. Like δ it belongs to
+            the loss summed over the data.
         progress: whether to show progress bars.
-        store: folder for scores and solved query gradients, which are written at most once a
-            minute. Another call with the same arguments continues from there. None stores nothing.
+        store: folder for the scores and the products (H + P)⁻¹ ∇m(q), which are written at most
+            once a minute. Another call with the same arguments continues from there. None stores
+            nothing.
 
     Returns:
         Scores (Q, N), on the CPU.
@@ -274,7 +277,7 @@ def check_not_shuffled(train: Any) -> None:
 
 
 def _of_all_ranks(parts: list[Tensor], ranks: Ranks, device: torch.device) -> Tensor:
-    """Return all ranks' columns, those of rank 0 first, from this rank's parts; collective."""
+    """Return the columns of all ranks in order, from the parts of each rank; collective."""
     if ranks.size == 1:
         return torch.cat(parts, 1)
     own = torch.cat(parts, 1).to(device) if parts else None
@@ -303,9 +306,9 @@ def _remaining(
 class _Systems:
     """The systems (H/(σ²T) + P) S = ∇m of a posterior, block by block.
 
-    For the arguments see `influence`. The first use computes corrected eigenvalues that the
-    posterior lacks, and the exact blocks, by a pass over the training data each. All ranks that
-    fitted together make these passes together.
+    For the arguments see `influence`. The first use computes the exact blocks, and corrected
+    eigenvalues if the posterior lacks them. Each takes one pass over the training data. All ranks
+    of the fit make these passes together.
     """
 
     def __init__(
@@ -375,8 +378,7 @@ class _Systems:
     def _exact_blocks(self) -> "list[_ExactBlock]":
         """The exact blocks, of one or several tensors each."""
         rows, options, driver = _Rows(self.spectra), self._posterior.options, self._driver
-        # All vectors of the GGN in place of random signs, with which learners estimate a curvature
-        # whose exact pass would take long.
+        # Use all vectors of the GGN. A learner may have used random signs, to save time.
         if options.fisher == "random_signs":
             self._driver = self._make_driver(options.replace(fisher="exact"))
         self.run(rows, self._train, "Rows of the exact blocks", self._progress)
@@ -388,7 +390,7 @@ class _Systems:
         return [_ExactBlock(names, rows, self) for names in groups.values()]
 
     def batches(self, data: Iterable[Any]) -> Iterable[Any]:
-        """Return the batches, on several ranks without those of which this rank has no example."""
+        """Return the batches, on several ranks only those with examples of this rank."""
         if self.ranks.size == 1:
             return data
         options = self._posterior.options
@@ -403,8 +405,8 @@ class _Systems:
     def solve(self, gradients: Gradients) -> Gradients:
         """Return the solutions S (Q, P) of each tensor for query gradients.
 
-        All ranks solve exact blocks for rank 0's, so that rounding cannot give them different
-        iterations.
+        All ranks solve exact blocks for the gradients of rank 0. Otherwise rounding could give the
+        ranks different numbers of iterations.
         """
         if self._curvature != "exact":
             return _precondition(gradients, self.spectra)
@@ -415,7 +417,7 @@ class _Systems:
         return solved
 
     def sample(self, queries: Iterable[Any], measure: Measure) -> str:
-        """Return a sum that recognises a measurement: of its gradients at random outputs.
+        """Return a checksum of a measurement: of its gradients at random outputs.
 
         The targets are those of the first queries.
         """
@@ -559,7 +561,7 @@ class _QueryGradients(_ByParameter):
 
 
 class _Contraction(_ByParameter):
-    """Sum ⟨solved query gradient, training gradient⟩ over parameters, batch by batch."""
+    """Sum ⟨S_q, training gradient⟩ over parameters, batch by batch."""
 
     def __init__(self, systems: _Systems, solved: Gradients) -> None:
         super().__init__(systems.spectra)

@@ -1,9 +1,9 @@
 """Store of the scores of `influence` in a folder, from which another call continues.
 
-``influence.json`` has the identity of the computation: sums of the network, the posterior, the data
-and the options. The queries come in chunks. A chunk has the solved query gradients
-(``solved-CHUNK.safetensors``, until its scores are complete) and parts of its scores
-(``scores-CHUNK-PART.safetensors``), for one training example after the other. All files are written
+``influence.json`` identifies the computation by checksums of the network, the posterior, the data
+and the options. The queries come in chunks. A chunk has the solutions S_q of its queries
+(``solved-CHUNK.safetensors``, until its scores are complete). Its scores come in several files
+(``scores-CHUNK-PART.safetensors``), in the order of the training examples. All files are written
 atomically, with checksums.
 """
 
@@ -37,12 +37,12 @@ SECONDS = 60.0
 
 
 class ScoreStore:
-    """Scores and solved query gradients in a folder; each of several ranks has its own subfolder.
+    """Scores and solutions S_q in a folder; each of several ranks has its own subfolder.
 
     Args:
         folder: the folder; created if it does not exist.
-        identity: text by the name of what it identifies, besides the training data. A stored one
-            must be equal.
+        identity: maps each part of the computation, except the training data, to a text that
+            identifies it. A stored identity must be equal.
         train: the training data of this rank.
         options: options for splitting its batches.
         ranks: the ranks that compute together.
@@ -83,13 +83,13 @@ class ScoreStore:
         return [one["scores"] for one, _ in files], int(files[0][1]["batches"]) if files else 0
 
     def solved(self, chunk: int, device: torch.device) -> dict[str, Tensor] | None:
-        """Return a chunk's solved query gradients; None if there are none."""
+        """Return a chunk's solutions S_q; None if there are none."""
         path = self._solved(chunk)
         return read_tensors(path, device, kind="gradients")[0] if path.exists() else None
 
     def save_solved(self, chunk: int, solved: dict[str, Tensor]) -> None:
-        """Write a chunk's solved query gradients."""
-        # Copies, because those of a block with several tensors are parts of one tensor.
+        """Write a chunk's solutions S_q."""
+        # Copy them, because the solutions of a block with several tensors are parts of one tensor.
         whole = torch.contiguous_format
         copies = {name: S.clone(memory_format=whole) for name, S in solved.items()}
         write_tensors(self._solved(chunk), copies)
@@ -98,7 +98,7 @@ class ScoreStore:
         """Return a function that moves a chunk's new scores, a list of (Q, n), to the store.
 
         It writes them at most once in `SECONDS`, and at the end. ``start`` is the number of
-        training examples with stored scores, ``batches`` that of the queries' batches.
+        training examples with stored scores, ``batches`` is the number of the queries' batches.
         """
         done = start
 
@@ -107,7 +107,7 @@ class ScoreStore:
             end = done + sum(part.shape[1] for part in new)
             if end < self.num_train and time.monotonic() - self._last < SECONDS:
                 return
-            # By the number of the first example, in ten digits, so that names have an order.
+            # The number of the first example has ten digits, so that sorted names are in order.
             path = self.folder / f"scores-{chunk:05}-{done:010}.safetensors"
             write_tensors(path, {"scores": torch.cat(new, 1)}, {"batches": str(batches)})
             done, self._last = end, time.monotonic()
@@ -122,7 +122,7 @@ class ScoreStore:
 
 
 def posterior_identity(posterior: Posterior, factors: KroneckerFactors) -> dict[str, str]:
-    """Return sums of the network and of its posterior with these factors, by names for errors."""
+    """Return checksums of the network and of its posterior, by the names that errors use."""
     numbers = posterior.prior_precision, posterior.sigma_noise
     others = f"{posterior.likelihood} {posterior.temperature} {posterior.options.to_json()}"
     of_posterior = sha256_of_tensors([*factors.state_dict()["tensors"].values(), *numbers])

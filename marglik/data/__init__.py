@@ -1,6 +1,6 @@
 """Data: sources, splits, changes and batches.
 
-`Batches` is part of the library. The other names are those of `marglik.application.data`, which is
+`Batches` is part of the library. The other names come from `marglik.application.data`, which is
 imported on first use.
 """
 

@@ -147,7 +147,7 @@ class Batches:
                 top, left, flip = (d[place] for d in distortions)
                 x = crop_and_flip(x, top, left, flip, PADDING)
             if self._scale is not None:
-                # Floating point only now: the data set stays at a byte a pixel.
+                # Convert to floating point here, so that the data set needs one byte per pixel.
                 mean, std = self._scale
                 x = x.to(torch.float32, memory_format=self._memory_format).sub_(mean).div_(std)
             yield x, self._y[part]

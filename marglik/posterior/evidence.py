@@ -34,8 +34,8 @@ class EvidenceTerms:
     loss: float
     """Σ ℓ over the data (nats) at σ = 1."""
     num_targets: float
-    """Number of scalars in all targets, N·C with one loss term per example; the Gaussian's
-    normaliser of regression needs it."""
+    """Number of scalars in all targets: N·C with one loss term per example. The normaliser of a
+    Gaussian likelihood needs it."""
     likelihood: Likelihood
     names: Sequence[str]
     """Names of the trainable tensors."""
@@ -48,7 +48,7 @@ class EvidenceTerms:
         tensors: Tensor,
         names: Sequence[str],
     ) -> "EvidenceTerms":
-        """Return the terms of a curvature at parameters with these ‖θ_b‖²; arguments as fields."""
+        """Return the terms of a curvature; the other arguments are the fields of the same names."""
         is_ggn = isinstance(curvature, JacobianGGN)
         return cls(
             spectra=curvature if is_ggn else Spectra.of(curvature.blocks.values()),
@@ -71,7 +71,7 @@ class EvidenceTerms:
     def log_likelihood(
         self, sigma_noise: Tensor | float = 1.0, temperature: Tensor | float = 1.0
     ) -> Tensor:
-        """Return log p(D|θ*) / T (nats, a sum over data); for regression with normaliser / T."""
+        """Return log p(D|θ*) / T (nats, a sum over data), with the normaliser of regression."""
         sigma = torch.as_tensor(sigma_noise, dtype=torch.float64)
         value = -self.loss / sigma.square()
         if self.likelihood.has_sigma:
@@ -104,7 +104,7 @@ class EvidenceTerms:
     def effective_parameters(
         self, delta: Tensor, sigma_noise: Tensor, temperature: Tensor | float = 1.0
     ) -> Tensor:
-        """Return γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): the directions that the data determines.
+        """Return γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): parameters that the data determine.
 
         Source: MacKay 1992, "Bayesian interpolation". Arguments: see `log_marginal_likelihood`.
         """
@@ -145,7 +145,7 @@ def derivatives_in_factors(
         prior_precision: δ, a scalar or one per block.
         sigma_noise: σ.
         temperature: T.
-        ranks: the ranks that share the factors, which must then all call this.
+        ranks: the ranks that share the factors. All of them must call this function.
         device: device of the derivatives; by default the factors'.
     """
     delta = torch.as_tensor(prior_precision, dtype=torch.float64).expand(len(factors))

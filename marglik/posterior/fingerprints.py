@@ -1,9 +1,9 @@
 """Fingerprints of training examples, by which `calibrate` recognises them in validation data.
 
 A fingerprint has 8 bytes. It is Σ_i c_i v_i modulo 2^64 over 129 to 256 entries v of an example's
-input (all entries of a smaller one), with fixed odd numbers c_i. It depends only on the values, and
-on no batch, device or library. Entries of 0 add nothing, so padding with 0 at the end does not
-change it. Floats count as float32, and integers as int64. If augmentation changes the inputs in
+input (all entries of a smaller one), with fixed odd numbers c_i. It depends only on the values, not
+on the batch, the device or the library. Entries of 0 add nothing, so padding with 0 at the end does
+not change it. Floats count as float32, and integers as int64. If augmentation changes the inputs in
 each epoch, the fingerprints change, too, and the examples are not recognised. The same holds for
 tokens that are padded on the left to another length.
 """
@@ -60,7 +60,7 @@ class FingerprintedBatches:
             yield SplitBatch(*split)
 
     def collected(self) -> Int64[Tensor, "M"] | None:
-        """Return the fingerprints of the latest iteration, on the CPU; None for inputs without."""
+        """Return the latest iteration's fingerprints, on the CPU; None if the inputs have none."""
         return concatenated(self._parts)
 
 
@@ -82,7 +82,7 @@ def fingerprints(x: Any, model: nn.Module) -> Int64[Tensor, "N"] | None:
     total = torch.zeros(len(tensors[0]), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
         rows = tensor.reshape(len(tensor), -1 if tensor.numel() else 0)
-        # A power of two, so that longer and shorter sequences have it in common.
+        # A power of two, so that sequences of similar lengths have the same stride.
         stride = 1 << max(0, math.ceil(math.log2(max(rows.shape[1], 1) / MOST_ENTRIES)))
         rows = rows[:, ::stride]
         if rows.is_floating_point():

@@ -28,7 +28,7 @@ class FittedWeights:
         self.values: dict[str, Tensor] = statistics | _in_own_dtypes(parameters, model)
         """Values by name."""
         # Torch's state of the network's tensors at the last comparison. The tensors are kept, so
-        # that no other one gets their ids.
+        # that no other tensor gets their ids.
         self._compared: tuple[list[Any], list[Tensor]] = [], []
 
     def move(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
@@ -53,7 +53,7 @@ class FittedWeights:
         ]
         is_same = not by_value and versions == self._compared[0]
         for name in dict.fromkeys([*current, *self.values]):
-            if is_same and not name.endswith(STATISTICS):  # it counts no versions of them
+            if is_same and not name.endswith(STATISTICS):  # torch does not count their versions
                 continue
             now, fitted = current.get(name), self.values.get(name)
             if now is not None and fitted is not None and now.dtype != fitted.dtype:

@@ -31,7 +31,7 @@ from marglik.posterior.precision import (
 Structure = Literal["kron", "diag", "full", "lowrank"]
 """Structure of the posterior's precision. All except "kron" use Jacobians."""
 OVERSAMPLING = 20
-"""Eigenpairs of "lowrank" beyond 2 · rank while batches are added, for few eigenpairs."""
+"""Number of eigenpairs that "lowrank" keeps in addition to 2 · rank while it adds batches."""
 OPERATORS = {"full": DensePrecision, "diag": DiagonalPrecision, "lowrank": LowRankPrecision}
 
 
@@ -52,7 +52,7 @@ class JacobianGGN:
     indices: Tensor
     """Indices of the parameters in the vector of all trainable ones, (P,)."""
     rank: int
-    """Largest K of "lowrank"."""
+    """Maximum number K of eigenpairs of "lowrank"."""
     likelihood: Likelihood
     loss: float
     """Σ ℓ over the data (nats) at σ = 1."""
@@ -64,7 +64,7 @@ class JacobianGGN:
     def precision(
         self, delta: Float[Tensor, "P"], scale: Tensor | float = 1.0, like: Tensor | None = None
     ) -> Precision:
-        """Return H · scale + diag(δ); differentiable in both. Draws have the dtype of ``like``."""
+        """Return H · scale + diag(δ), differentiable in both. Draws have the dtype of ``like``."""
         scale = torch.as_tensor(scale, dtype=self.H.dtype, device=self.H.device)
         H = self.H * (scale.sqrt() if self.structure == "lowrank" else scale)
         return OPERATORS[self.structure](H, delta, self.H if like is None else like)
@@ -105,7 +105,7 @@ class JacobianGGN:
         )
 
     def __mul__(self, weight: float) -> "JacobianGGN":
-        """Return the GGN of the same data with a weight, as if each example came that often."""
+        """Return the GGN times a weight, as if the data had each example that many times."""
         sums = {
             name: getattr(self, name) * weight for name in ("loss", "num_data", "num_loss_terms")
         }

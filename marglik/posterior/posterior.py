@@ -162,8 +162,8 @@ class Posterior:
         """M, the number of examples if `fit` used a random sample of the data; None for all
         data."""
         self.fingerprints: Tensor | None = None
-        """Fingerprints of the fit's examples, see `marglik.posterior.fingerprints`; None
-        without."""
+        """Fingerprints of the fit's examples, see `marglik.posterior.fingerprints`; None if the
+        inputs have none."""
         self.curvature_pass: CurvaturePass | None = None
         """Pass over data that a later fit (or another posterior of the model) can reuse, with its
         proof of the model. See `CurvaturePass.factors_of`."""
@@ -343,8 +343,8 @@ class Posterior:
 
         All ranks of the process group call this together, each with its shard of the data. All then
         have the evidence of all the data; see `kronecker_factors`. One rank stores each block.
-        Predictives that the ranks share (`laplace_predictive` with ranks) work directly. Before one
-        rank alone computes samples or predictions, call `gather`.
+        `laplace_predictive` with ``ranks`` needs no other call. Before a single rank computes
+        samples or predictions, call `gather`.
 
         Args:
             train_loader: any iterable of batches (x, y), or of mappings.
@@ -638,9 +638,9 @@ class Posterior:
         return self._terms
 
     def precision_per_block(self, delta: Tensor) -> Tensor:
-        """Return δ in the form for `evidence_terms`, in float64; from Jacobians per parameter.
+        """Return δ of each block, or from Jacobians of each parameter, in float64.
 
-        For a subnetwork with as many parameters as tensors, δ is one per parameter.
+        If a subnetwork has as many parameters as tensors, δ has one value per parameter.
         """
         if self.structure == "kron":
             return delta.to(self.mean.device, torch.float64).expand(self.n_layers)
@@ -661,7 +661,7 @@ class Posterior:
         return delta[self._tensor_of(self._ggn_indices())]
 
     def _ggn_indices(self) -> Tensor:
-        """Return indices of parameters with a posterior; after a fit from Jacobians no padding."""
+        """Return indices of the parameters with a posterior; from Jacobians without padding."""
         fit = self._curvature
         return (fit.indices if isinstance(fit, JacobianGGN) else self.indices).to(self._device)
 
@@ -709,7 +709,7 @@ class Posterior:
         return self.evidence_terms.log_likelihood(self.sigma_noise, self.temperature)
 
     def effective_parameters(self) -> Tensor:
-        """Return γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): the directions that the data determines.
+        """Return γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): parameters that the data determine.
 
         Each is between 0 and the number of the tensor's parameters; see `EvidenceTerms`.
         """
@@ -830,8 +830,8 @@ class Posterior:
         """Return outputs f(x) + J(x) (θ − θ*) of the linearised network, at least in float32.
 
         With θ from `sample` they are exact samples of the outputs' distribution, jointly over all
-        inputs and positions. The GGN is the Hessian of the linearised network's loss; the same
-        samples predict badly in the network itself. Source: Immer, Korzepa & Bauer 2021
+        inputs and positions. The GGN is the Hessian of the linearised network's loss. In the
+        network itself, the same samples give bad predictions. Source: Immer, Korzepa & Bauer 2021
         (arXiv:2008.08400). Each sample costs about three forward passes, for any number of outputs.
 
         Args:
@@ -1016,7 +1016,7 @@ def _checked(indices: Any, number: int) -> Tensor:
     """Return indices of some of the trainable parameters, after a check.
 
     Raises:
-        ValueError: they are not different indices in a vector of int64.
+        ValueError: the indices are not a vector of different int64 numbers.
     """
     is_vector = isinstance(indices, Tensor) and indices.dtype == torch.long and indices.dim() == 1
     if not is_vector or not len(indices) or len(indices.unique()) != len(indices):

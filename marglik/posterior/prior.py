@@ -57,8 +57,8 @@ def add_penalty(
 ) -> Tensor | float | None:
     """Add scale · wd · θ to the gradients, with fewer operations than autograd.
 
-    ``padding`` maps the index of a parameter to its constant row, which has no prior. Returns ½ Σ
-    wd ‖θ‖² on request, on a GPU as a tensor, because the gradients do not need it.
+    ``padding`` maps the index of a parameter to its constant row, which has no prior. The gradients
+    do not need the value ½ Σ wd ‖θ‖², so it is returned only ``with_value``, on a GPU as a tensor.
     """
     values = local_parts(parameters)
     for i, row in padding.items():
@@ -260,7 +260,7 @@ class Hyperparameters:
         """Load a result of `state_dict`, for the same groups, method and step size.
 
         Raises:
-            ValueError: the state lacks entries, has other groups, or was cast.
+            ValueError: the state lacks entries, has other groups, or was cast to another dtype.
         """
         check_keys("the hyperparameters", state, ("log_delta", "log_sigma", "adam"))
         own = {"log_delta": self._log_delta, "log_sigma": self._log_sigma}
@@ -382,11 +382,11 @@ def update_prior(
             pass has read.
         steps: number of hyperparameter steps.
         is_sample: whether the data is a sample that stands for ``num_data`` examples.
-        largest: function from the fitted posterior to an upper bound on δ of each group, (G,);
-            None, also as its value, for no bound.
+        largest: function from the fitted posterior to an upper bound on δ of each group, (G,); None
+            means no bound, also as the returned value.
         settles_noise: whether σ ends at its fixed point, if it is learned.
         pull: function from the fitted posterior to an addition to the gradient of −evidence in log
-            δ of each group, (G,); None, also as its value, for nothing.
+            δ of each group, (G,); None means no addition, also as the returned value.
         progress: whether to show a progress bar over the batches.
 
     Returns:
