@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from kfac_backend import kronecker_factors
 from kfac_backend.laplace_torch.interface import KfacGGN
@@ -163,12 +162,8 @@ def assert_same_loss_and_blocks(first, second, prefix=""):
 @pytest.mark.parametrize("kind", ["causal", "masked", "first", "mean"])
 def test_a_batch_with_padding_is_its_examples_alone(kind, mode):
     model = Transformer(kind)
-    expected = factors(
-        plain(model),
-        alone(kind),
-        mode,
-        ignore_index=IGNORED if kind in ("causal", "masked") else None,
-    )
+    ignored = IGNORED if kind in ("causal", "masked") else None
+    expected = factors(plain(model), alone(kind), mode, ignore_index=ignored)
     batches = [batch_of(kind), batch_of(kind, 9), batch_of(kind, 9, pad=3)]
     if kind == "causal":
         batches += [batch_of(kind, 5, left=True), batch_of(kind, 8, left=True)]
@@ -272,10 +267,8 @@ class Trims(nn.Module):
     def __init__(self, sees_padding: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.conv = (
-            nn.Linear(2, 2),
-            nn.Conv1d(2, 2, 3 if sees_padding else 1, padding="same"),
-        )
+        self.first = nn.Linear(2, 2)
+        self.conv = nn.Conv1d(2, 2, 3 if sees_padding else 1, padding="same")
 
     def forward(self, x, attention_mask):
         longest = int(attention_mask.sum(1).max())
@@ -304,58 +297,3 @@ def test_masks_are_proved_again_where_they_hide_other_layers_rows():
             f = model(batch["x"], batch["attention_mask"])
             F.cross_entropy(f, batch["labels"]).backward()
             optimizer.step()
-
-
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter beside it, as LoRA."""
-
-    def __init__(self, d):
-        super().__init__()
-        self.base = nn.Linear(d, d).requires_grad_(False)
-        self.down, self.up = nn.Linear(d, 2, bias=False), nn.Linear(2, d, bias=False)
-
-    def forward(self, x):
-        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
-class TwoTowers(nn.Module):
-    """Adapters on two towers, checkpointed in train mode, whose embedding is frozen."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.embedding = nn.Embedding(V, 5).requires_grad_(False)
-        self.towers = nn.ModuleList(nn.Sequential(Adapted(5), Adapted(5)) for _ in range(2))
-        self.head, self.use_reentrant = nn.Linear(5, 3).requires_grad_(False), use_reentrant
-
-    def forward(self, x):
-        h = 0
-        for tower in self.towers:
-            inner = self.embedding(x)
-            for block in tower:
-                if self.training:
-                    inner = checkpoint(block, inner, use_reentrant=self.use_reentrant)
-                else:
-                    inner = block(inner)
-            h = h + inner.mean(1)
-        return self.head(h)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_adapters_with_checkpoints_have_the_curvature_of_those_without(use_reentrant):
-    """For these, a hook makes the outputs of the frozen embedding require a gradient."""
-    torch.manual_seed(0)
-    model = TwoTowers(use_reentrant).double()
-    x, y = torch.randint(V, (6, 4)), torch.randint(3, (6,))
-    expected = KronLaplace(model, "classification")
-    expected.fit([(x, y)])
-    model.embedding.register_forward_hook(lambda *of: of[-1].requires_grad_())
-    model.train()
-    laplace = KronLaplace(model, "classification")
-    laplace.fit([(x, y)])
-    F.cross_entropy(model(x), y).backward()  # the training goes on
-    assert model.towers[1][0].down.weight.grad.abs().max() > 0
-    for name, block in expected.factors.blocks.items():
-        assert block.B.abs().max() > 0
-        assert_close(laplace.factors.blocks[name].B, block.B, rtol=0, atol=0)
-        assert_close(laplace.factors.blocks[name].A, block.A, rtol=0, atol=0)
-    assert_close(laplace(x), expected(x))

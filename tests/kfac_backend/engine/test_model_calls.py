@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.engine.model_calls import call_with, try_twice
+from kfac_backend.engine.model_calls import call_with
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import Model, OwnNorm
@@ -214,36 +214,3 @@ def test_a_forward_that_fails(model, use):
         except error:
             pass
         assert fails.calls >= at and everything_of(model) == before
-
-
-FIRST, SECOND, MEMORY = ValueError("first"), ValueError("second"), torch.OutOfMemoryError("none")
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "returned", "raised"),
-    [
-        ([7], 7, None),
-        ([FIRST, SECOND], FIRST, None),
-        ([FIRST, 7], None, FIRST),
-        ([MEMORY], None, MEMORY),
-        ([FIRST, MEMORY], None, MEMORY),
-        ([KeyboardInterrupt("now")], None, KeyboardInterrupt("now")),
-    ],
-    ids=["no error", "always", "once", "memory", "memory again", "interrupted"],
-)
-def test_an_error_that_comes_once_decides_nothing(outcomes, returned, raised):
-    """Only a model that fails twice is one that cannot run so; memory may be there later."""
-    left = iter(outcomes)
-
-    def trial():
-        outcome = next(left)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
-
-    if raised is None:
-        assert try_twice(trial) is returned
-    else:
-        with pytest.raises(type(raised), match=str(raised)):
-            try_twice(trial)
-    assert not list(left)
