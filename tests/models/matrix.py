@@ -126,24 +126,19 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / scale) if found.shape == expected.shape else torch.inf
 
 
-def table(families: list[Outcome], before: dict[str, dict[str, str]]) -> str:
-    """The outcomes as Markdown, a row for each library.
+def table(families: list[Outcome]) -> str:
+    """The families with exact blocks in both modes as Markdown, a row for each library.
 
     Args:
         families: of each family, what `outcome` returned.
-        before: family -> mode -> "exact", "refused" or "raw", at an earlier commit.
     """
-    rows: dict[str, tuple[list[str], list[str], list[bool]]] = {}
+    rows: dict[str, list[str]] = {}
     for row in families:
         library, _, name = row["family"].partition(" ")
-        accepted, refused, were = rows.setdefault(library if name else "none", ([], [], []))
-        exact = all(row[mode] == "exact" for mode in MODES)
-        (accepted if exact else refused).append(name or library)
-        were.append(all(before[row["family"]][mode] == "exact" for mode in MODES))
-    lines = ["| library | exact in both modes | refused | before |", "|---|---|---|---|"]
-    for library, (accepted, refused, were) in rows.items():
-        counts = f"{sum(were)} of {len(were)}"
-        lines.append(f"| {library} | {', '.join(accepted)} | {', '.join(refused)} | {counts} |")
+        if all(row[mode] == "exact" for mode in MODES):
+            rows.setdefault(library if name else "none", []).append(name or library)
+    lines = ["| library | families |", "|---|---|"]
+    lines += [f"| {library} | {', '.join(names)} |" for library, names in rows.items()]
     return "\n".join(lines)
 
 
