@@ -43,8 +43,8 @@ def kronecker_factors(
 
     Before the pass, up to eight examples of the first batch run a few times through the model (the
     whole batch, if the model does not accept a smaller one). This proves that the hooks capture all
-    uses of the parameters and that examples do not mix. (If the first batch has one example, a part
-    of the proof waits for the first larger batch.)
+    uses of the parameters and that examples do not mix. If the first batch has one example, a part
+    of the proof waits for the first larger batch.
 
     Args:
         model: any model of the supported layers (`kfac_backend.layers`); a layer may run several
@@ -60,12 +60,12 @@ def kronecker_factors(
         options: all options of the pass: mode, Fisher, targets that count; see `CurvatureOptions`.
         generator: random numbers for fisher="mc" or "random_signs", on the model's device.
         progress: whether to show a progress bar over the batches.
-        process_group: the ranks of `torch.distributed` that have a shard of the data each. Every
-            rank must call this function. One rank, the owner, stores each block of all the data;
+        process_group: the ranks of `torch.distributed`. Each rank has a shard of the data and must
+            call this function. One rank, the owner, stores each block of all the data;
             `KroneckerFactors.gathered` brings all blocks to all ranks. Shards may differ in size,
             or be empty, but must not overlap (``DistributedSampler`` repeats examples if the ranks
-            do not divide their number). None: this process alone. All ranks that share a model
-            under `torch.distributed.fsdp.fully_shard` pass together.
+            do not divide their number). None uses this process alone. All ranks that share a model
+            under `torch.distributed.fsdp.fully_shard` must pass together.
         keywords: single options that override fields of ``options``: ``kfac_approx="reduce"``.
 
     If a Fisher draws, each rank draws different numbers, from the generator's state and its rank.
@@ -79,9 +79,9 @@ def kronecker_factors(
 
     Raises:
         ValueError: there is no data or no trainable parameter; targets do not fit; the model's own
-            loss differs from the likelihood's; outputs contain NaN or infinity (the error names the
-            parameter or the inputs that contain it, too); BatchNorm is in train mode; or an option
-            is not supported.
+            loss differs from the likelihood's; outputs contain NaN or infinity (the error also
+            names a parameter or input with NaN or infinity); BatchNorm is in train mode; or an
+            option is not supported.
         TypeError: inputs are not floating point, outputs are not a tensor, labels are not integers,
             or batches are neither (x, y) nor a mapping.
         KeyError: a mapping has no ``dict_key_y``.

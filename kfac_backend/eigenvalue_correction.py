@@ -43,29 +43,29 @@ def corrected_factors(
     differ only in the basis. Blocks that are already exact (norms, scalars, diagonals) are
     unchanged. Source: George et al. 2018 (arXiv:1806.03884), section 3.
 
-    Under reduce, a factor of fewer examples than rows has a null space in which gradients are not
-    zero, and rounding determines the eigenvectors there. Another order of batches, or of sums over
-    ranks, then changes the eigenvalues: Σ log(1 + s) of a block by up to 6e-4 of itself, with 7
-    examples.
+    Under reduce, a factor has a null space if there are fewer examples than rows. Gradients are not
+    zero there, and rounding determines the eigenvectors. The eigenvalues then depend on the order
+    of batches, or of sums over ranks. With 7 examples, Σ log(1 + s) of a block changed by up to
+    6e-4 of its value.
 
-    It needs a second pass over the data, with the model in the same mode. This pass computes each
-    example's gradient for each vector, like a backward pass to the weights, and rotates inputs into
-    the basis. The first pass needs neither. With WRN-16-4 Fixup, 32 images of CIFAR-10's shape and
-    one thread, the second pass took 2.4 times as long as the exact pass for expand, and 3.1 times
-    as long as that for reduce (medians of three interleaved runs on a busy machine).
+    It needs a second pass over the data, with the model in the same mode. This pass also computes
+    each example's gradient for each vector, and rotates inputs into the basis. With WRN-16-4 Fixup,
+    32 images of CIFAR-10's shape and one thread, the second pass took 2.4 times as long as the
+    exact pass for expand, and 3.1 times as long as the exact pass for reduce (medians of three
+    interleaved runs on a busy machine).
 
     Args:
         factors: factors of the model at its present parameters.
         model: the model.
         data: the data of the factors; batches may come in another order.
-        options: the options of the first pass; by default those that the factors store.
+        options: the options of the first pass; by default the options that the factors store.
         generator: random numbers for fisher="mc", whose labels are drawn again.
         progress: whether to show a progress bar over the batches.
         process_group: the ranks that have a shard of the data each, as in `kronecker_factors`.
         keywords: single options that override fields of ``options``.
 
     Raises:
-        ValueError: data, options or model differ from those of the factors; and as in
+        ValueError: the factors have other data, other options or another model; and as in
             `kronecker_factors`.
         NotImplementedError: a layer has rows of unknown examples; and as in `kronecker_factors`.
     """

@@ -38,7 +38,7 @@ from kfac_backend.sharding import check_whole, is_sharded
 
 
 class BlockDerivative(NamedTuple):
-    """The derivative of a function in one block's factors, in their shapes."""
+    """Derivatives of a function with respect to one block's factors, in the factors' shapes."""
 
     B: Tensor
     A: Tensor | None = None
@@ -59,9 +59,9 @@ def factor_gradients(
 ) -> list[Tensor]:
     """Return the gradient of F(factors) + c·Σ ℓ in tensors that the model's inputs depend on.
 
-    The loss Hessian Λ changes with the outputs, too, and is differentiated: by the columns of its
-    root S; if a Fisher draws, by S ε of random signs ε, which are unbiased. The model's parameters,
-    and the blocks of parameters without a rule, are fixed.
+    The gradient includes the change of the loss Hessian Λ with the outputs. It uses the columns of
+    the root S of Λ. If the Fisher draws, it uses S ε with random signs ε, which is unbiased. The
+    model's parameters, and the blocks of parameters without a rule, are constants.
 
     Args:
         factors: factors of the model, at which F was differentiated.

@@ -50,18 +50,19 @@ class TargetOptions(Options):
 
     Args:
         dict_key_x: the key of the model's input in batches that are mappings; several keys are its
-            keyword arguments. None: the mapping is the input as a whole.
+            keyword arguments. None passes the whole mapping to the model.
         dict_key_y: the targets' key in batches that are mappings.
         batch: a function of a batch of any form that returns (args, kwargs, y): the arguments of
             the model's call, and the targets. It replaces both keys; files do not store it.
-        ignore_index: the label of loss terms that do not count (padding, say), in "classification".
+        ignore_index: the label of loss terms that do not count, such as padding, in
+            "classification".
         shift_labels: whether the output at a position predicts the label of the next position, as
             in Hugging Face's causal language models. "auto" compares the likelihood's loss with the
             loss that such a model computes from labels; if the model computes none, labels are not
             shifted.
         dict_key_mask: the key of a mask (N, R) in inputs that are mappings. Masked positions do not
             count in the layers or as loss terms. The first batch with masked positions proves that
-            these do not affect the others' outputs. None: all positions count.
+            they do not affect the outputs at other positions. With None all positions count.
 
     Raises:
         ValueError: an option is not supported.
@@ -127,11 +128,11 @@ class PassOptions(Options):
         backward_precision: precision of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
             than float32. They make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
             bf16). The input factors A are not affected.
-        diagonal_above: number of rows above which a weight's factor over its rows is diagonal, as
-            is its bias's block. This is for the layers of large vocabularies. Traces and the
-            curvature of each row stay exact (for a tied weight, the trace of each row). The
-            coupling of different rows is lost. Tensors that contain several maps are not affected.
-            null keeps all factors whole.
+        diagonal_above: maximum number of rows for a whole factor over the rows of a weight. If a
+            weight has more rows, this factor is diagonal, and so is the block of its bias. This is
+            for the layers of large vocabularies. Traces and the curvature of each row stay exact
+            (for a tied weight, the trace of each row). The coupling of different rows is lost.
+            Tensors that contain several maps are not affected. null keeps all factors whole.
         expand_scaling: scale of the blocks of expand. positions is the paper's main definition. A
             is a mean over the R positions of all examples. examples divides the same sum by the
             number of examples, as in the paper's appendix. The block of a weight or a bias is then

@@ -30,8 +30,9 @@ class KroneckerBlock:
             share the same `Factor` object, instead of its matrix, compute and decompose it once.
         A: input factor, a mean over the data: (d_in, d_in) or (G, d_in, d_in).
         num_terms: the number of terms in the mean A: N·R for expand, N for reduce, where an example
-            of weight c counts c times. One number for all groups, or one for each. None without A,
-            and if it is unknown; such a block cannot be added.
+            of weight c counts c times. One number for all groups, or one for each. None if there is
+            no A. With A, None means that the number is unknown, and the block cannot be added to
+            another block.
         constants: (first, last + 1) of the flattened entries that are constants, such as an
             embedding's padding; the block is zero there, and they have no prior.
     """

@@ -61,7 +61,7 @@ class KroneckerFactors:
     likelihood: Likelihood
     options: CurvatureOptions
     """The options of the pass, with the resolved mode of kfac_approx="auto"; for a sum of factors,
-    those of the first."""
+    the options of the first."""
 
     def __len__(self) -> int:
         return len(self.blocks)

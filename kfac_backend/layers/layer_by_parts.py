@@ -113,7 +113,7 @@ class FunctionalLayer(nn.Module):
 
 
 class LayerByParts(ABC):
-    """Computes a layer's output by `LinearPart`s; replaces the layer's forward in a pass.
+    """Computation of a layer's output by `LinearPart`s, which replaces its forward in a pass.
 
     ::
 
@@ -126,8 +126,8 @@ class LayerByParts(ABC):
                 return layer.base(x) + layer.scale * parts["up"](parts["down"](x))
 
     Layers that the forward calls, such as ``layer.base`` here, have their own rules. The first
-    batch of a pass proves that the outputs and their derivatives equal those of the layer's own
-    forward.
+    batch of a pass proves that the outputs and their derivatives equal the outputs and derivatives
+    of the layer's own forward.
     """
 
     is_checked = True

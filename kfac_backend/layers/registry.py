@@ -83,8 +83,8 @@ def register_rule(*layer_types: type[nn.Module]) -> Callable[[T], T]:
     """Class decorator that registers a rule for these layers and their subclasses.
 
     The rule is a `Rule`, or a `LayerByParts` for a layer that consists of several linear maps. The
-    first batch of each curvature pass checks it: the gradients that the rule computes must equal
-    autograd's.
+    first batch of each curvature pass checks it: the gradients by the rule must equal the gradients
+    by autograd.
 
     Args:
         layer_types: the layers' classes; earlier rules for them are replaced.
@@ -115,15 +115,15 @@ def register_parameters(*names: str, **views: tuple[int, ...]) -> Callable[[T], 
     """Class decorator for modules with their own parameters: biases, scales, class tokens.
 
     A pass can also find such parameters by following them through the operations of the forward
-    pass. For registered ones this is not necessary. The forward must use them elementwise, so that
-    it accepts a copy for each example, (N, ...) instead of (1, ...). Their blocks are then exact.
-    The first batch of each pass proves this.
+    pass. It does not need to follow registered parameters. The forward method must use them
+    elementwise, so that it accepts a copy for each example, (N, ...) instead of (1, ...). Their
+    blocks are then exact. The first batch of each pass proves this.
 
     ``@register_parameters("class_token", "position_embedding", scale=(1, 1, -1))``
 
     Args:
         names: parameters whose first axis has size one.
-        views: for other parameters the shape, beginning with 1, as which they are broadcast: (1, 1,
+        views: for other parameters, the shape in which they are broadcast. It begins with 1: (1, 1,
             -1) for a scale (d,) of activations (N, R, d).
 
     Raises:

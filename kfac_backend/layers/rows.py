@@ -142,12 +142,12 @@ def examples_of_rows(
     by_roots: bool = True,
     weights: Tensor | None = None,
 ) -> Iterator[None]:
-    """Say to which example each row of the layers called inside belongs.
+    """Context manager that declares the example of each row of the layers called inside.
 
-    Without it row n is example n, and all its positions count. It affects only the curvature.
-    Expand averages over the rows that count. Reduce sums over each example's R_n rows, and divides
-    both the sum of inputs and the sum of output gradients by √R_n. Source: Eschenhagen et al. 2023
-    (arXiv:2311.00636), appendix on graph neural networks.
+    Without this context, row n is example n, and all its positions count. The context affects only
+    the curvature. Expand averages over the rows that count. Reduce sums over each example's R_n
+    rows, and divides both the sum of inputs and the sum of output gradients by √R_n. Source:
+    Eschenhagen et al. 2023 (arXiv:2311.00636), appendix on graph neural networks.
 
     ``with examples_of_rows(graphs.edge_graph, len(graphs)): edges = self.edge_update(edges)``
 
@@ -156,10 +156,12 @@ def examples_of_rows(
             number, -1 for a row that does not count. None has no effect.
         num_examples: N, the examples of the batch, including those without rows.
         by_roots: False divides the sum of inputs by R_n and keeps the sum of gradients, as reduce
-            does for equal numbers of positions. In a linear network that is exact if the network
-            takes the mean over an example's rows; True is exact if it divides their sum by √R_n.
-        weights: in the shape of the index, with mean 1 over each example's rows: the weight of each
-            row in the mean of inputs that reduce takes, for a network that takes weighted means.
+            does for equal numbers of positions. In a linear network False is exact if the network
+            takes the mean over an example's rows. True is exact if the network divides their sum by
+            √R_n.
+        weights: the weight of each row in the mean of inputs that reduce takes, for a network that
+            takes weighted means. They have the shape of the index, and the mean 1 over each
+            example's rows.
     """
     declared = None
     if index is not None:
@@ -170,11 +172,11 @@ def examples_of_rows(
 
 @contextmanager
 def counted_positions(mask: Tensor | None) -> Iterator[None]:
-    """Say which positions count for layers called inside with inputs (N, R, ...) or (N·R, ...).
+    """Context manager that declares which positions of inputs (N, R, ...) or (N·R, ...) count.
 
     Other positions, such as padding, are not counted in R_n. Reduce takes the mean of an example's
-    inputs and the sum of its gradients. Layers whose input has another shape, say (N, d) after a
-    pooling, are ignored, so that the context may enclose a whole model.
+    inputs and the sum of its gradients. The context ignores layers whose input has another shape,
+    such as (N, d) after a pooling. It may therefore enclose a whole model.
 
     Args:
         mask: (N, R), boolean, False for padding. None has no effect.

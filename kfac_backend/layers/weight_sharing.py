@@ -18,7 +18,7 @@ from kfac_backend.layers.rule import ExampleGradients, Rule, Use, sum_over, unsh
 
 
 class WeightSharingRule(Rule):
-    """A layer with a matrix ``weight``, applied at R positions, and a ``bias`` added at each.
+    """A layer that applies a matrix ``weight`` and adds a ``bias`` at each of R positions.
 
     The weight's block is B ⊗ A, one per group. The bias's block is B over all outputs. A derived
     rule returns the inputs and gradients position by position (`inputs`, `weight_gradients`). A

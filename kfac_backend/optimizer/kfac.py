@@ -41,7 +41,7 @@ BaseOptimizer = Literal["sgd", "nadamw"]
 
 
 class KFAC(Optimizer):
-    """K-FAC: natural gradients of the momentum, or NAdamW of natural gradients.
+    """K-FAC optimiser: SGD with preconditioned momentum, or NAdamW with preconditioned gradients.
 
     Learning rate schedulers, groups, ``state_dict``, a `GradScaler` and Lightning Fabric work as
     with any torch optimiser. KFAC cannot be copied or pickled: create a new one for the copy of a
@@ -63,9 +63,9 @@ class KFAC(Optimizer):
             (`experiments/optimizers/optimizer_comparison.py`). While ``kl_clip`` is active, a
             higher rate has no effect; with ``kl_clip=None`` it must be tuned. Use a schedule that
             ends near 0.
-        base: "sgd", whose momentum is preconditioned and whose weight decay w is added afterwards,
-            θ ← θ − η(ν F⁻¹v + wθ); or "nadamw", torch's NAdam of the preconditioned gradients, with
-            decoupled weight decay.
+        base: "sgd" preconditions the momentum v and then adds the weight decay w, θ ← θ − η(ν F⁻¹v
+            + wθ). ν is the factor of ``kl_clip``. "nadamw" is torch's NAdam of the preconditioned
+            gradients, with decoupled weight decay.
         momentum: momentum of "sgd".
         nesterov: whether to use Nesterov momentum.
         betas: betas of "nadamw".
@@ -79,8 +79,8 @@ class KFAC(Optimizer):
         options: options of the preconditioner; see `PreconditionerOptions`.
         curvature: options of the factors; see `CurvatureOptions`.
         exclude: names of parameters, or patterns of them, that are trained without preconditioning.
-        loss_mean_over: "terms", as in torch's losses, or "examples", whose several terms are
-            summed.
+        loss_mean_over: the unit over which the loss is a mean: "terms", as in torch's losses, or
+            "examples", if the terms of an example are summed.
         seed: the seed of the labels that fisher="mc" draws.
         process_group: the ranks that each have a part of a step's data; see `KfacPreconditioner`.
         keywords: single options that override fields of ``options`` and ``curvature``:

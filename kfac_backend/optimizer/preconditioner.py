@@ -124,9 +124,9 @@ class KfacPreconditioner:
     changes the factors, by its square. With gradient accumulation call `step` after the last
     backward pass: the curvature uses all batches since the last step.
 
-    In a step with new factors (``factor_every``) the training's own forward pass provides the
-    layers' inputs. Before the training's backward pass the vectors of the curvature are propagated
-    through the same graph: a single vector for fisher="mc" with one sample, the default here. The
+    A step with new factors (``factor_every``) uses the inputs of the layers from the training's own
+    forward pass. Before the training's backward pass, it propagates the vectors of the curvature
+    through the same graph. By default, this is a single vector (fisher="mc" with one sample). The
     first batch is used for the proof, as in `kronecker_factors`. fisher="empirical" uses the
     training's own gradients and costs no backward pass. It does not approximate the Hessian, and it
     mixes an example's loss terms.
@@ -154,17 +154,17 @@ class KfacPreconditioner:
             several loss terms or the options name a label that does not count, terms with gradient
             zero do not count.
         params: the parameters of this optimiser, if not all of the model. The gradients of all
-            others are unchanged, and do not count in ``kl_clip``.
+            other parameters are unchanged, and do not count in ``kl_clip``.
         exclude: names of parameters, or patterns of them, that keep their plain gradients.
-        loss_mean_over: "terms", as in torch's losses, or "examples", whose several terms are
-            summed.
+        loss_mean_over: the unit over which the loss is a mean: "terms", as in torch's losses, or
+            "examples", if the terms of an example are summed.
         seed: the seed of the labels that fisher="mc" draws. It must be the same on all ranks, each
             of which draws its own labels from it.
         process_group: the ranks of `torch.distributed` that each have a part of a step's data and
             average their gradients, as `DistributedDataParallel` does. All must call `step` and
             `state_dict`, and get the same result; each stores and inverts some of the blocks.
-            Except for drawn labels, the result equals the result of one process with all the data.
-            For fisher="empirical" the average of the ranks' losses must then be the mean over all
+            Except for drawn labels, the result is the same as in one process with all the data. For
+            fisher="empirical" the average of the ranks' losses must then be the mean over all
             terms. Pass the model itself, not its wrapper.
         keywords: single options that override fields of ``options`` and ``curvature``:
             ``damping=0.1, kfac_approx="reduce"``.
@@ -243,7 +243,7 @@ class KfacPreconditioner:
 
         With ``damping_on="product"`` a prior of precision δ adds λ = T δ/N to the curvature of the
         mean loss. If the loss includes the prior, a step is then a natural gradient step on the
-        posterior, and λ need not be tuned.
+        posterior, and you need not tune λ.
         """
         return self._damping
 
@@ -272,8 +272,8 @@ class KfacPreconditioner:
     def blocks(self) -> Mapping[str, KroneckerBlock]:
         """Parameter name -> block of the mean loss, in its moving average; empty at first.
 
-        With several ranks one of them, the owner, has the values of a block, and the others its
-        shape.
+        With several ranks, one of them (the owner) has the values of a block. The other ranks have
+        only its shape.
         """
         return self._blocks
 
@@ -414,7 +414,8 @@ class KfacPreconditioner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`, with the same model and options; collective.
 
-        The next steps exactly equal those of the uninterrupted run. The damping is the state's.
+        The next steps are exactly the same as in the uninterrupted run. The damping comes from the
+        state.
 
         Raises:
             ValueError: the state belongs to another model or other options, lacks entries or
