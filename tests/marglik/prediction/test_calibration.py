@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -52,31 +51,6 @@ def held_out(likelihood, n=60, C=3, seed=0, sigma_noise=1.0):
     else:
         y = f + covariance.diagonal(dim1=1, dim2=2).sqrt() * noise + 0.7 * noise.flip(0)
     return HeldOut(likelihood_of(likelihood), f, covariance, y, sigma_noise)
-
-
-@pytest.mark.parametrize("scale", [0.5, 30.0])
-@pytest.mark.parametrize("own", ["classification", "noisy_classification(noise=0.6)"])
-def test_the_maps_objective_in_closed_form_is_that_of_autograd(scale, own):
-    plain = held_out("classification")
-    data = replace(plain, likelihood=likelihood_of(own), f=scale * plain.f)
-    objective = calibration.objective_of_map(data)
-    loss, M = data.loss("probit", data.f[:0]), len(data.f)
-    own_noise = data.likelihood.parameters["noise"].item() if "noisy" in own else 0.0
-    for log_tau, coordinate in ((0.0, 1e-3), (0.7, 2.0), (-1.5, 4.0), (3.0, 6.7)):
-        v = torch.tensor([log_tau, coordinate], dtype=torch.float64, requires_grad=True)
-        noise = calibration.SMALL_NOISE * torch.expm1(v[1])
-        prior = calibration.PRIOR_OF_SHARPNESS * v[0] ** 2 + calibration.PRIOR_OF_SCALE
-        most = max(0.5, own_noise)
-        if noise > most:
-            excess = math.log(1 - most) - torch.log1p(-noise)
-            prior = prior + calibration.PRIOR_OF_MOST_NOISE * excess**2
-        if not own_noise:
-            prior = prior + 2 * calibration.PRIOR_OF_NOISE * v[1]
-        value = loss(None, v[0].exp(), noise) + 0.5 * prior / M
-        (gradient,) = torch.autograd.grad(value, v)
-        found, slopes = objective(v.detach().numpy())
-        assert found == pytest.approx(value.item(), rel=1e-12)
-        assert_close(torch.tensor(slopes), gradient, rtol=1e-9, atol=1e-12)
 
 
 def nll(data, link, calibration):
@@ -165,37 +139,6 @@ def test_few_examples_leave_a_right_posterior_nearly_as_it_is(monkeypatch):
     fit = fit_calibration(HeldOut(Classification(), f, covariance, f.argmax(1)), "mc", 50)
     assert 0.05 < fit.calibration.output_temperature < 1
     assert fit.nll < fit.nll_uncalibrated
-
-
-def test_it_finds_what_made_the_data():
-    """Targets of N(f, s V + σ²); labels of N(f, s V)/τ; and of f/τ, where V is useless."""
-    data = held_out("regression", n=8000)
-    spread = data.spread.diagonal(dim1=1, dim2=2)
-    noise = torch.randn(data.f.shape, dtype=torch.float64, generator=torch.Generator())
-    targets = data.f + (0.3 * spread + 0.25).sqrt() * noise
-    fit = fit_calibration(HeldOut(Regression(), data.f, data.spread, targets))
-    assert fit.calibration.covariance_scale == pytest.approx(0.3, rel=0.05)
-    assert fit.calibration.sigma_noise == pytest.approx(0.5, rel=0.05)
-    assert fit.nll < min(fit.nll_temperature_scaled - 0.01, fit.nll_uncalibrated - 0.1)
-
-    f, covariance = gaussians(4, 4000, scale=3.0)
-    generator = torch.Generator().manual_seed(3)
-    root = torch.linalg.cholesky(0.5 * covariance)
-    noise = torch.randn(len(f), 4, 1, generator=generator, dtype=torch.float64)
-    outputs = (f + (root @ noise).squeeze(-1)) / 0.5
-    y = torch.multinomial(outputs.softmax(-1), 1, generator=generator).squeeze(1)
-    fit = fit_calibration(HeldOut(Classification(), f, covariance, y), "mc", 200)
-    # Both narrow the probabilities, so that one may stand in for the other to a degree.
-    assert fit.calibration.covariance_scale == pytest.approx(0.5, rel=0.3)
-    assert fit.calibration.output_temperature == pytest.approx(0.5, rel=0.3)
-    assert fit.nll < fit.nll_temperature_scaled - 0.01
-
-    y = torch.multinomial((f / 1.7).softmax(-1), 1, generator=generator).squeeze(1)
-    fit = fit_calibration(HeldOut(Classification(), f, covariance, y), "probit")
-    assert (
-        fit.nll > fit.nll_temperature_scaled - 3 / 4000
-    )  # two numbers gain about one nat by chance
-    assert fit.map_calibration.output_temperature == pytest.approx(1.7, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -395,18 +338,6 @@ def test_a_network_that_knows_nothing_is_unsure_and_not_surrounded_by_noise():
     with pytest.MonkeyPatch.context() as patch:  # negative control
         patch.setattr(calibration, "PRIOR_OF_MOST_NOISE", 0.0)
         assert nll(calibration.fit_sharpness(data, scale=0.0)) > math.log(2) + 0.5
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_right_labels_change_nothing(seed):
-    """Of 200 terms, the NLL of the true classes of others by less than 0.002 nats."""
-    data, _ = sure_outputs(0.0, seed=seed)
-    others, true = sure_outputs(0.0, n=4000, seed=seed + 100)
-    nlls = [
-        torch.nn.functional.cross_entropy(others.f / fit(data).output_temperature, true).item()
-        for fit in (partial(calibration.fit_sharpness, scale=0.0), fit_without_noise)
-    ]
-    assert nlls[0] == pytest.approx(nlls[1], abs=2e-3)
 
 
 @pytest.mark.parametrize(("noise", "hints"), [(0.06, True), (0.03, False)])

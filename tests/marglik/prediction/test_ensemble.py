@@ -9,6 +9,7 @@ from marglik import Ensemble, PriorLearner
 from marglik.application.cli import main
 from marglik.models import MLP
 from marglik.prediction.calibration import PRIOR_OF_SHARPNESS
+from marglik.prediction.links import predict_from_outputs
 from marglik.training.loop import OnlineTraining
 from tests.marglik.application.runs.command_line import DATA, MODEL, TRAIN, results_of
 from tests.marglik.plain_loop import learn
@@ -76,28 +77,17 @@ def test_no_other_temperature_gives_the_mixture_a_lower_held_out_nll(likelihood)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_the_prediction_is_the_mixtures_and_its_epistemic_part_the_disagreement(likelihood):
+def test_the_prediction_is_the_mixtures_at_the_calibration(likelihood):
     models, x, y = problem(likelihood)
     ensemble = Ensemble(models, likelihood, SIGMA)
-    found = ensemble.calibrate([(x, y)])
+    fit = ensemble.calibrate([(x, y)])
     for model in models:
         model.train()
-    prediction, f = ensemble(x), outputs(models, x) / found.output_temperature
-    if likelihood == "regression":
-        mean, disagreement = f.mean(0), f.var(0, correction=0)
-        assert_close(prediction.total_uncertainty, disagreement + found.sigma_noise**2)
-    else:
-        p = torch.softmax(f, -1) if likelihood == "classification" else torch.sigmoid(f)
-        mean = p.mean(0)
-        if likelihood == "bernoulli":
-            p, mean = (torch.stack([q, 1 - q], -1) for q in (p, mean))
-        # I(y; k) = Σ_k 1/K KL(p_k ‖ mean)
-        disagreement = (p * (p / mean).log()).sum(-1).mean(0)
-        mean = mean[..., 0] if likelihood == "bernoulli" else mean
-    assert_close(prediction.mean, mean)
-    assert_close(prediction.epistemic, disagreement)
+    found, f = ensemble(x), outputs(models, x) / fit.output_temperature
+    expected = predict_from_outputs(f, likelihood, fit.sigma_noise or 1.0)
+    assert_close(found.tensors(), expected.tensors())
     same = Ensemble([models[0], models[0]], likelihood)(x)  # negative control
-    assert same.epistemic.abs().max() < 1e-12 < disagreement.max()
+    assert same.epistemic.abs().max() < 1e-12 < found.epistemic.max()
 
 
 def test_saved_and_loaded(tmp_path):

@@ -24,28 +24,6 @@ def expectation(function, mean, std):
     return float((function(f) * stats.norm(mean, std).pdf(f)).sum() * step)
 
 
-def by_cubature(f, covariance, degree=40):
-    """Mean probabilities and mean entropy of softmax(N(f, covariance)), on a grid of nodes."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(degree)
-    z = np.stack(np.meshgrid(*[nodes] * len(f), indexing="ij"), -1).reshape(-1, len(f))
-    w = np.prod(np.meshgrid(*[weights / weights.sum()] * len(f), indexing="ij"), axis=0).ravel()
-    p = special.softmax(f.numpy() + z @ np.linalg.cholesky(covariance.numpy()).T, axis=1)
-    return w @ p, w @ special.entr(p).sum(1)
-
-
-def test_many_samples_approach_the_integral():
-    f, covariance = gaussians(3)
-    p = predict(f, covariance, samples=100_000)
-    for n in range(len(f)):
-        mean, aleatoric = by_cubature(f[n], covariance[n])
-        assert np.abs(p.mean[n].numpy() - mean).max() < 5e-3
-        assert abs(float(p.aleatoric[n]) - aleatoric) < 5e-3
-        assert abs(float(p.epistemic[n]) - (entropy(mean) - aleatoric)) < 8e-3
-    # Negative control: outputs without their correlations.
-    apart = torch.diag_embed(covariance.diagonal(dim1=1, dim2=2))
-    assert (predict(f, apart, samples=100_000).mean - p.mean).abs().max() > 0.02
-
-
 def test_mc_and_probit_by_loops():
     f, covariance = gaussians(4)
     noise = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

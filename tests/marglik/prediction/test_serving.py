@@ -157,14 +157,18 @@ def test_a_network_that_takes_one_position_of_its_last_layer():
 
 
 def test_of_the_network_itself():
+    """The variance of a new target is σ² to the bit of float64, also of a calibrated σ."""
     la = of_likelihood("regression")
     predict = map_predictive(la.model, "regression", 0.4)
     mean, variance = predict.module(NEW)(NEW)
     assert_close(mean, predict(NEW).mean)
-    assert_close(variance, torch.full_like(mean, 0.16))
+    assert_close(variance, torch.full_like(mean, 0.4**2), rtol=1e-15, atol=0)
     # A calibration without a width is the network's, too.
     scaled = laplace_predictive(la, calibration=Calibration(0.0, 1.0, 0.7))
-    assert_close(scaled.module(NEW)(NEW)[1], torch.full_like(mean, 0.49))
+    variance = scaled.module(NEW)(NEW)[1]
+    assert_close(variance, torch.full_like(mean, 0.7**2), rtol=1e-15, atol=0)
+    # Negative control: σ that went through float32.
+    assert abs(float(torch.tensor(0.7)) ** 2 / 0.7**2 - 1) > 1e-9
     with torch.no_grad():
         la.model[-1].weight += 1
     with pytest.raises(ValueError, match="no longer has the weights"):
@@ -207,20 +211,6 @@ def test_what_cannot_be_served_says_so(config, model, reason):
     with pytest.raises(NotImplementedError, match=reason) as error:
         laplace_predictive(la, config).module(data()[0])
     assert "PredictiveConfig(layers='last', method='probit')" in str(error.value)
-
-
-def test_sigma_is_served_in_float64():
-    """The variance of a new target is σ² to the bit of float64, also of a calibrated σ."""
-    la = of_likelihood("regression")
-    predictives = (
-        map_predictive(la.model, "regression", 0.3),
-        laplace_predictive(la, calibration=Calibration(0.0, 1.0, 0.3)),
-    )
-    for predict in predictives:
-        module = predict.module(NEW)
-        assert_close(module(NEW)[1], torch.full_like(module(NEW)[0], 0.3**2), rtol=1e-15, atol=0)
-    # Negative control: σ that went through float32.
-    assert abs(float(torch.tensor(0.3)) ** 2 / 0.3**2 - 1) > 1e-8
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
