@@ -1,5 +1,6 @@
 """The evidence's gradients, and what it refuses; `test_precision` has its value."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,11 @@ from torch.testing import assert_close
 from kfac_backend.blocks.block import KroneckerBlock
 from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.likelihoods import likelihood_of
+from marglik import maximize_evidence
 from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.posterior import Posterior
+from tests import oracles
+from tests.marglik.posteriors import DELTAS, data, fitted, network
 
 
 def small_terms(likelihood="regression"):
@@ -50,6 +54,7 @@ def test_gradients_in_all_hyperparameters():
         ({"prior_precision": torch.ones(2, 1)}, "shape \\(2, 1\\)"),
         ({"prior_precision": -1.0}, "must be positive, not -1.0"),
         ({"sigma_noise": 0.0}, "sigma_noise must be positive"),
+        ({"sigma_noise": math.nan}, "sigma_noise .*, not nan"),
         ({"temperature": -2.0}, "temperature must be positive"),
         ({"likelihood": "gamma"}, "'gamma' is not supported"),
         (
@@ -84,3 +89,32 @@ def test_an_evidence_that_is_not_finite_names_the_tensor():
     terms.squared_norms[1] = torch.inf
     with pytest.raises(FloatingPointError, match="block of 'a' has eigenvalues up to"):
         terms.log_marginal_likelihood(torch.ones(3).double(), torch.ones(()))
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_the_evidence_is_a_lower_bound_that_is_not_maximised(kfac_approx):
+    """Below the evidence of the exact blocks, by Hadamard's inequality."""
+    laplace, x = fitted(kfac_approx=kfac_approx, temperature=0.6, corrected=True)
+    assert laplace.model.training
+    exact = oracles.dense_ggn_blocks(laplace.model.eval(), x, "classification").values()
+    log_det_ratio = sum(
+        torch.logdet(H / laplace.temperature / d + torch.eye(len(H)).double())
+        for H, d in zip(exact, DELTAS.double(), strict=True)
+    )
+    scatter = sum(d * p.square().sum() for p, d in zip(laplace.params, DELTAS, strict=True))
+    dense = laplace.log_likelihood - 0.5 * (log_det_ratio + scatter)
+    assert laplace.log_marginal_likelihood() < dense - 1e-6
+    with pytest.raises(ValueError, match="lower bound.*corrected=False"):
+        maximize_evidence(laplace)
+    assert torch.equal(laplace.prior_precision, DELTAS.to(laplace.prior_precision))
+
+
+def test_what_corrected_eigenvalues_cannot_be_fitted_to():
+    model, batch = network(), data()
+    posterior = Posterior(model, "classification")
+    with pytest.raises(TypeError, match="read only once.*DataLoader or a list"):
+        posterior.fit(iter([batch]), corrected=True)
+    assert posterior.factors is None
+    posterior.fit([batch], override=False, corrected=True)  # nothing was there
+    with pytest.raises(ValueError, match="override=False adds data"):
+        posterior.fit([batch], override=False, corrected=True)

@@ -1,14 +1,11 @@
 """A posterior of peft's adapters: the batches of a tokenizer, their padding, and two dtypes."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from marglik import KronLaplace, Posterior, PriorLearner, load_posterior, save_posterior
-from tests.marglik.posterior.test_two_dtypes import assert_alike, dtypes
+from marglik import KronLaplace
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -94,58 +91,3 @@ def test_adapters_of_a_model_that_takes_the_mapping_whole():
         laplace.fit([batch(8)])
         evidences.append(laplace.log_marginal_likelihood())
     assert torch.equal(*evidences)
-
-
-def numbers(model: nn.Module, folder) -> dict[str, Tensor]:
-    """The evidence and predictions of a posterior that is saved and loaded, and a training."""
-    own, data, x = dtypes(model), [batch(8), batch(8, 1)], batch(5, 2)
-    posterior = Posterior(model, "classification", prior_precision=2.0)
-    posterior.fit(data)
-    results = {
-        "evidence": posterior.log_marginal_likelihood(),
-        "effective": posterior.effective_parameters(),
-        "outputs": posterior.output_distribution(x)[0],
-        "covariance": posterior.output_distribution(x)[1],
-        "last layer": posterior.output_distribution(x, "last")[1],
-    }
-    save_posterior(posterior, folder)
-    other = copy.deepcopy(model)
-    nn.init.zeros_(other.base_model.model.score.modules_to_save.default.weight)
-    loaded = load_posterior(folder, other)
-    assert dtypes(other) == own
-    assert torch.equal(loaded.log_marginal_likelihood(), results["evidence"])
-    assert torch.equal(loaded.output_distribution(x)[1], results["covariance"])
-    learned = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(learned, 0.05)
-    learner = PriorLearner("classification", every=1, weight_decay=0.05)
-    learner.start(model, optimizer, data, 3)
-    for _ in range(3):
-        for tokens in data:
-            optimizer.zero_grad()
-            model(**tokens).loss.backward()
-            optimizer.step()
-    learner.finish()
-    assert dtypes(model) == own and len(learner.evidences) == 3
-    parameters = torch.cat([p.detach().double().flatten() for p in learned])
-    return results | {"parameters": parameters, "decays": learner.weight_decays().log()}
-
-
-def test_adapters_in_float32_with_a_head_in_bfloat16_have_the_numbers_of_float64(tmp_path):
-    """As peft makes them of a model in bfloat16."""
-    model = classifier(torch.bfloat16)
-    own = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
-    assert {d for n, d in own.items() if "lora" in n} == {torch.float32}
-    assert {d for n, d in own.items() if "score" in n} == {torch.bfloat16}
-    wide = copy.deepcopy(model).double()
-    other = copy.deepcopy(wide)
-    results, expected = numbers(model, tmp_path / "two"), numbers(wide, tmp_path / "one")
-    assert_alike(results, expected, 0.02)
-    # Negative control: other adapters and another head.
-    with torch.no_grad():
-        for p in other.parameters():
-            if p.requires_grad:
-                p.mul_(-2)
-    others = numbers(other, tmp_path / "other")
-    for name, value in expected.items():
-        with pytest.raises(AssertionError):
-            assert_alike({name: others[name]}, {name: value}, 0.2)

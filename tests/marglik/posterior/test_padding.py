@@ -10,7 +10,6 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import KfacGGN, KroneckerBlock, kronecker_factors
-from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.optimizer import KFAC
 from kfac_backend.optimizer.damped_inverse import damped_inverses, precondition
 from marglik import Laplace, Posterior, PriorLearner, load_posterior, save_posterior
@@ -185,29 +184,6 @@ def test_evidence_samples_and_covariances_agree(name, options, monkeypatch):
     assert torch.equal(samples[:, ~keep], posterior.mean[~keep].expand(P, -1))
     moves = posterior.linearised_outputs(samples, x) - f
     assert_close(torch.einsum("snc,snd->ncd", moves, moves), covariance)
-
-
-def test_a_row_of_a_parameter_without_a_rule():
-    bag = nn.EmbeddingBag(V, 3, mode="sum", padding_idx=PAD)
-    model = random_model(lambda m, x: m.head(m.table(x)), table=bag, head=head())
-    x, keep = tokens(), is_parameter(model, "table.weight")
-    posterior = posterior_of(model, x, unsupported="diagonal")
-    args = posterior.mean[keep], *dense_precision(model, posterior, keep)
-    expected = laplace_log_evidence(float(posterior.log_likelihood), *args)
-    assert_close(float(posterior.log_marginal_likelihood()), expected, rtol=1e-9, atol=0)
-    samples = posterior.sample(2)
-    assert torch.equal(samples[:, ~keep], posterior.mean[~keep].expand(2, -1))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_forward_mode_is_backward_mode(name):
-    """Also for changes of the row itself, in which the tied output layer is linear."""
-    model, _ = made(name)
-    x = tokens()
-    changes = {n: normal(2, *p.shape, seed=3) for n, p in model.named_parameters()}
-    flat = torch.cat([change.flatten(1) for change in changes.values()], 1)
-    expected = model(x).detach() + torch.einsum("ncp,sp->snc", jacobian(model, x), flat)
-    assert_close(linearised_outputs(model, changes, x), expected)
 
 
 def test_files_and_sums_keep_the_constants(tmp_path):

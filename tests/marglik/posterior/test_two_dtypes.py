@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.testing import assert_close
 
 from kfac_backend.optimizer import KFAC
 from marglik import PriorLearner
-from marglik.laplace import Laplace
 from marglik.posterior.posterior import Posterior
 from marglik.posterior_file import load_posterior, save_posterior
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
@@ -123,7 +121,7 @@ def shifted(module):
         p.add_(0.3)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("pair", PAIRS[1:3], ids=str)
 @pytest.mark.parametrize("kind", ["SGD", "adamw", "sgd", "nadamw", "product"])
 def test_training_keeps_the_dtypes(kind, pair):
     """Decays and weights as in float64, also resumed; by the learner with torch and with K-FAC."""
@@ -159,14 +157,3 @@ def test_training_keeps_the_dtypes(kind, pair):
         decays = learner.weight_decays().log()
         results.append({"parameters": parameters, "decays": decays})
     assert_alike(*results, tolerance)
-
-
-def test_laplace_torchs_calls():
-    model, wide = both(FLOAT, HALF)
-    predictions = []
-    for network in (model, wide):
-        la = Laplace(network, "classification", subset_of_weights="all", hessian_structure="kron")
-        la.fit([(X, Y)])
-        la.optimize_prior_precision()
-        predictions.append(la(X))
-    assert_close(*(p.double() for p in predictions), rtol=0, atol=0.03)
