@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from kfac_backend.ranks import Ranks
 from marglik import PriorLearner
@@ -282,39 +282,6 @@ class Killed(Exception):
     """In place of a kill."""
 
 
-@pytest.mark.parametrize(("kind", "step"), [("one", 4), ("one", 8), ("one", 9), ("two", 16)])
-def test_resumes_from_a_checkpoint_of_a_step(kind, step, tmp_path):
-    """At an epoch's last step it is written before the update that follows epochs 2 and 4.
-
-    Within an epoch Lightning begins anew with the loader: here all batches are the same.
-    """
-    x, y = dataset()[:8]
-    Kind = Classifier if kind == "one" else TwoSteps
-
-    def loader():
-        return DataLoader(TensorDataset(x.repeat(4, 1), y.repeat(4)), 8)
-
-    whole, module = MarginalLikelihood("classification", network="net", **OPTIONS), Kind()
-    trainer(whole).fit(module, loader())
-
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == step:
-                trainer.save_checkpoint(tmp_path / "last_step.ckpt")
-                raise Killed
-
-    cut_off = trainer(MarginalLikelihood("classification", network="net", **OPTIONS))
-    cut_off.callbacks.append(Saves())
-    with pytest.raises(Killed):
-        cut_off.fit(Kind(), loader())
-    second, resumed = MarginalLikelihood("classification", network="net", **OPTIONS), Kind()
-    trainer(second).fit(resumed, loader(), ckpt_path=tmp_path / "last_step.ckpt", **SAFELY)
-    assert second.learner.evidences == whole.learner.evidences
-    assert torch.equal(second.learner.weight_decays(), whole.learner.weight_decays())
-    for p, q in zip(module.net.parameters(), resumed.net.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 class Resumable:
     """Batches whose state is the position of the latest iterator.
 
@@ -416,32 +383,6 @@ class Validates(Classifier):
 
     def validation_step(self, batch, index):
         self.log("loss", F.cross_entropy(self.net(batch[0]), (batch[1] + 1) % 3))
-
-
-def test_the_best_checkpoint_is_the_average_that_was_validated(tmp_path):
-    """And training resumes from it as if it had not been interrupted."""
-    ends, path = [], None
-    for resumes in (False, True):
-        prior, module = MarginalLikelihood("classification", network="net", **OPTIONS), Validates()
-        saves = ModelCheckpoint(
-            tmp_path, "{epoch}-{loss:.6f}", monitor="loss", save_top_k=-1, mode="min"
-        )
-        run = trainer(prior, 6, saves)
-        run.fit(module, loader(), loader(), ckpt_path=path, **SAFELY)
-        ends.append((prior.learner.weight_decays(), [*module.net.parameters()]))
-        if resumes:
-            break
-        x, y = dataset().tensors
-        for file, loss in saves.best_k_models.items():
-            saved = Validates()
-            checkpoint = torch.load(file, weights_only=True)
-            saved.load_state_dict(state := checkpoint["state_dict"])
-            assert_close(F.cross_entropy(saved.net(x), (y + 1) % 3), loss, rtol=1e-5, atol=0)
-            steps = checkpoint[STEPS]
-            assert not torch.equal(state["net.0.weight"], steps["net.0.weight"])
-            if "epoch=4" in file:
-                path = file
-    assert_close(ends[0], ends[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("at_epochs_end", [False, True])
