@@ -4,7 +4,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin, clone
+from sklearn.base import clone
 from sklearn.datasets import make_friedman1
 from sklearn.model_selection import train_test_split
 from sklearn.utils.estimator_checks import check_estimator
@@ -13,10 +13,8 @@ from torch import nn
 from marglik import (
     MarglikClassifier,
     MarglikRegressor,
-    Posterior,
     acquire,
     calibrate,
-    laplace_predictive,
     marglik_training,
 )
 from marglik.data import Batches
@@ -180,41 +178,16 @@ def test_what_does_not_fit_is_named():
             numbers.predict_interval(x, level)
 
 
-def test_mapie_makes_intervals_and_sets_of_estimators_and_of_any_posterior():
-    """By the quantile of new residuals; `docs/calibration.md` has the sets of a classifier."""
-    classification = pytest.importorskip("mapie.classification")
-    from mapie.regression import SplitConformalRegressor
+def test_mapie_makes_intervals_of_an_estimator():
+    """By the quantile of new residuals."""
+    regression = pytest.importorskip("mapie.regression")
 
     rng = np.random.default_rng(0)
     X = rng.normal(size=(260, 2))
     y = X[:, 0] + 0.3 * rng.normal(size=260)
     regressor = MarglikRegressor(epochs=5, random_state=0).fit(X[:100], y[:100])
-    conformal = SplitConformalRegressor(regressor, confidence_level=0.9)
+    conformal = regression.SplitConformalRegressor(regressor, confidence_level=0.9)
     _, intervals = conformal.conformalize(X[100:179], y[100:179]).predict_interval(X[179:])
     residuals = np.sort(abs(y[100:179] - regressor.predict(X[100:179])))
     half = (intervals[:, 1, 0] - intervals[:, 0, 0]) / 2
     np.testing.assert_allclose(half, residuals[int(np.ceil(80 * 0.9)) - 1])
-
-    class Probabilities(ClassifierMixin, BaseEstimator):
-        """A posterior's predictive for scikit-learn."""
-
-        def fit(self, X, y):
-            self.classes_ = np.arange(2)
-            return self
-
-        def predict_proba(self, X):
-            return predict(torch.tensor(X)).mean.numpy()
-
-        def predict(self, X):
-            return self.predict_proba(X).argmax(1)
-
-    labels = (y > 0).astype(int)
-    posterior = Posterior(torch.nn.Linear(2, 2).double(), "classification")
-    posterior.fit([(torch.tensor(X[:100]), torch.tensor(labels[:100]))])
-    predict = laplace_predictive(posterior)
-    classifier = Probabilities().fit(X, labels)
-    conformal = classification.SplitConformalClassifier(classifier, confidence_level=0.9)
-    _, sets = conformal.conformalize(X[100:179], labels[100:179]).predict_set(X[179:])
-    probabilities = classifier.predict_proba(X[100:179])[range(79), labels[100:179]]
-    threshold = np.sort(1 - probabilities)[int(np.ceil(80 * 0.9)) - 1]
-    assert (sets[:, :, 0] == (classifier.predict_proba(X[179:]) >= 1 - threshold)).all()

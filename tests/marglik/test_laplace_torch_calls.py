@@ -3,7 +3,6 @@
 import math
 import re
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -193,29 +192,21 @@ def test_predictions_that_there_are_not_are_refused(structure, likelihood):
     for la in (ours, theirs):
         la.fit(DataLoader(TensorDataset(x, y), 10))
     before = ours.prior_precision
-    links = "'probit', 'mc', 'bridge', 'bridge_norm'"
-    wrong = [
-        ({"pred_type": name}, f"pred_type='{name}'.*'glm', 'nn'$") for name in ("gp", "NN", "")
-    ]
-    wrong += [({"link_approx": "Probit"}, f"'glm' with link_approx='Probit'.*{links}$")]
-    wrong += [
-        ({"pred_type": "nn", "link_approx": name}, f"'nn' with link_approx='{name}'.*'mc'$")
-        for name in ("probit", "bridge", "typo")
-    ]
-    for options, message in wrong:
-        for grid in ("marglik", "gridsearch"):
-            search = {"method": grid, "val_loader": [(x, y)], "grid_size": 2}
-            with pytest.raises(ValueError, match=message.replace("$", r"\.$")):
-                ours.optimize_prior_precision(**options, **search)
-        with pytest.raises(ValueError, match=message.replace("$", r"\.$")):
+    for options, message in (
+        ({"pred_type": "NN"}, "pred_type='NN'.*'glm', 'nn'"),
+        ({"link_approx": "Probit"}, "'glm' with link_approx='Probit'.*'mc', 'bridge'"),
+        ({"pred_type": "nn", "link_approx": "probit"}, "'nn' with link_approx='probit'.*'mc'"),
+    ):
+        search = {"method": "gridsearch", "val_loader": [(x, y)], "grid_size": 2}
+        with pytest.raises(ValueError, match=message):
+            ours.optimize_prior_precision(**options, **search)
+        with pytest.raises(ValueError, match=message):
             ours(x, **options)
-        if options.get("pred_type") != "gp":  # theirs takes it for "nn"
-            with pytest.raises(ValueError, match="supported"):
-                theirs(x, **options)
-        if "link_approx" not in options:
-            for samples in (ours.functional_samples, ours.predictive_samples):
-                with pytest.raises(ValueError, match="'glm', 'nn'"):
-                    samples(x, **options)
+        with pytest.raises(ValueError, match="supported"):
+            theirs(x, **options)
+    for samples in (ours.functional_samples, ours.predictive_samples):
+        with pytest.raises(ValueError, match="'glm', 'nn'"):
+            samples(x, pred_type="NN")
     assert torch.equal(ours.prior_precision, before)
     ours(x, pred_type="nn", n_samples=2)  # whose one link need not be named
 
@@ -268,49 +259,19 @@ class Named(nn.Module):
         return self.layers(inputs)
 
 
-def by_definition(model, x, y, likelihood, structure, sigma, delta):
-    """Evidence, and covariances (N, T, C, C) of the outputs, term by term with the dense GGN."""
-    names, values = zip(*model.named_parameters(), strict=True)
-
-    def outputs(*values):
-        return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x,))
-
-    each = torch.func.jacrev(outputs, argnums=tuple(range(len(values))))(*values)
-    N, T, C = (f := outputs(*values).detach()).shape
-    J = torch.cat([j.detach().reshape(N, T, C, -1) for j in each], -1)
-    H, log_likelihood = torch.zeros(J.shape[-1], J.shape[-1]).double(), 0.0
-    for n in range(N):
-        for t in range(T):
-            if likelihood == "regression":
-                log_likelihood += torch.distributions.Normal(f[n, t], sigma).log_prob(y[n, t]).sum()
-                lam = torch.eye(C).double() / sigma**2
-            elif y[n, t] == -100:
-                continue
-            else:
-                p = f[n, t].softmax(0)
-                log_likelihood += p[y[n, t]].log()
-                lam = p.diag() - p.outer(p)
-            H += J[n, t].T @ lam @ J[n, t]
-    H = H.diag().diag() if structure == "diag" else H
-    theta = torch.cat([v.detach().flatten() for v in values])
-    precision = H + delta * torch.eye(len(H)).double()
-    log_det_ratio = torch.linalg.slogdet(precision)[1] - len(H) * math.log(delta)
-    evidence = log_likelihood - 0.5 * (log_det_ratio + delta * theta.square().sum())
-    return evidence, f, J @ torch.linalg.inv(precision) @ J.mT
-
-
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("structure", ["diag", "full", "lowrank"])
 @pytest.mark.parametrize("form", ["pairs", "mappings", "whole mappings"])
-def test_jacobians_of_mappings_and_of_several_terms(form, structure, likelihood):
+def test_positions_of_mappings_are_as_examples_of_their_own(form, structure, likelihood):
     """Batches that are mappings, and outputs (N, T, C), of which some labels do not count."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(5, 3, 4, dtype=torch.float64, generator=generator)
     y = torch.randn(5, 3, 3, dtype=torch.float64, generator=generator)
-    options, sigma = {}, 0.6
+    options, sigma, counted = {}, 0.6, torch.ones(5, 3).bool()
     if likelihood == "classification":
         y, options, sigma = y.argmax(-1), {"ignore_index": -100}, 1.0
         y[0, 1:], y[3] = -100, -100
+        counted = y != -100
     bare = network()
     model = bare if form == "pairs" else Named(bare, whole=form == "whole mappings")
     batches = [*zip(x.split(3), y.split(3), strict=True)]
@@ -318,48 +279,37 @@ def test_jacobians_of_mappings_and_of_several_terms(form, structure, likelihood)
     if form != "pairs":
         given = {"inputs": x, "more": torch.zeros(5)}
         batches = [{"inputs": a, "more": torch.zeros(len(a)), "labels": b} for a, b in batches]
-    la = Laplace(model, likelihood, "all", structure, **options)
-    la.prior_precision, la.sigma_noise = 0.7, sigma
+    numbers = {"sigma_noise": sigma, "prior_precision": 0.7}
+    la = Laplace(model, likelihood, "all", structure, **numbers, **options)
+    flat = Laplace(bare, likelihood, "all", structure, **numbers)
     la.fit(batches)
-    expected = by_definition(bare, x, y, likelihood, structure, sigma, 0.7)
-    assert_close(la.log_marginal_likelihood(), expected[0])
-    assert_close(la.output_distribution(given), expected[1:])
-    assert la.n_data == 5
-    for other in (x[:, :2], x.flip(1)):  # negative control: all positions of all examples count
-        assert not torch.allclose(
-            by_definition(bare, other, y[:, : other.shape[1]], likelihood, structure, sigma, 0.7)[
-                0
-            ],
-            expected[0],
-            rtol=1e-3,
-        )
-    # Predictions at each position are those of the same inputs as examples of their own.
-    flat = Laplace(bare, likelihood, "all", structure, sigma_noise=sigma, prior_precision=0.7)
-    counted = y != -100 if likelihood == "classification" else torch.ones(5, 3).bool()
     flat.fit([(x[counted], y[counted])])
+    evidence = flat.log_marginal_likelihood()
+    assert_close(la.log_marginal_likelihood(), evidence)
+    assert la.n_data == 5
+    for a, b in zip(
+        la.output_distribution(given), flat.output_distribution(x.flatten(0, 1)), strict=True
+    ):
+        assert_close(a.flatten(0, 1), b)
     for link in ("probit", "bridge", "bridge_norm"):
         as_flat, found = flat(x.flatten(0, 1), link_approx=link), la(given, link_approx=link)
         for a, b in zip(
             *((v if type(v) is tuple else (v,)) for v in (as_flat, found)), strict=True
         ):
             assert_close(b.flatten(0, 1), a)
-    for diagonal in (False, True):
-        noise = [torch.Generator().manual_seed(0) for _ in range(2)]
-        as_flat = flat.functional_samples(x.flatten(0, 1), "glm", 4, diagonal, noise[0])
-        assert_close(
-            la.functional_samples(given, "glm", 4, diagonal, noise[1]).flatten(1, 2), as_flat
-        )
     for of, held_out in ((la, batches), (flat, [(x[counted], y[counted])])):
         of.optimize_prior_precision(method="gridsearch", val_loader=held_out, grid_size=9)
     assert la.prior_precision == flat.prior_precision
+    flat.fit([(x[:, :2][counted[:, :2]], y[:, :2][counted[:, :2]])])  # negative control
+    assert not torch.allclose(flat.log_marginal_likelihood(), evidence, rtol=1e-3)
 
 
 def test_the_gradient_in_the_noise_is_that_of_differences():
     """In laplace-torch's "kron" it lacks a part; the numbers are those of the page."""
     x, y = data("regression")
 
-    def gradients(library, structure="kron"):
-        la = library(network(), "regression", "all", structure)
+    def gradients(library):
+        la = library(network(), "regression", "all", "kron")
         la.fit(DataLoader(TensorDataset(x, y), 10))
         sigma = torch.tensor(0.5).double().requires_grad_()
         (found,) = torch.autograd.grad(la.log_marginal_likelihood(sigma_noise=sigma), sigma)
@@ -372,9 +322,6 @@ def test_the_gradient_in_the_noise_is_that_of_differences():
     assert f"{ours[0]:.2f} in marglik and {theirs[0]:.2f} in laplace-torch" in " ".join(
         PAGE.read_text().split()
     )
-    for structure in ("diag", "full"):
-        for library in (Laplace, laplace.Laplace):
-            assert_close(*gradients(library, structure), rtol=1e-6, atol=0)
 
 
 def test_the_grid_has_the_least_loss_of_each_precision():
@@ -432,7 +379,7 @@ def test_known_faults_are_not_ours(structure, tmp_path):
     model = network()
     model[0].bias.requires_grad_(False)
     for subset, parameters in (("all", 38), ("last_layer", 18)):
-        la = Laplace(model, "classification", subset, structure)
+        la = Laplace(model, "classification", subset, structure, temperature=0.5)
         with pytest.raises(AttributeError, match="not fitted. Call fit"):
             la.log_marginal_likelihood()
         la.fit(DataLoader(TensorDataset(x, y), 8, drop_last=True))
@@ -443,7 +390,8 @@ def test_known_faults_are_not_ours(structure, tmp_path):
         torch.save(la.state_dict(), tmp_path / "la.pt")
         again = Laplace(model, "classification", subset, structure)
         again.load_state_dict(torch.load(tmp_path / "la.pt"))
-        assert again.sample_size == 7
+        assert again.sample_size == 7 and again.temperature == 0.5
+        assert_close(again.log_marginal_likelihood(), la.log_marginal_likelihood())
         assert_close(again(x), la(x))
         _check_refusals(again, structure, la.state_dict())
         assert_close(again(x), la(x))
@@ -513,37 +461,6 @@ def test_data_that_is_read_once_counts_whole():
     assert_close(once.log_marginal_likelihood(), again.log_marginal_likelihood())
 
 
-def low_rank(rank, batches):
-    """A fitted approximation of this rank, and the one of full rank."""
-    x, y = data("classification")
-    la = Laplace(network(), "classification", "all", "lowrank", prior_precision=0.7, rank=rank)
-    la.fit([*zip(x.chunk(batches), y.chunk(batches), strict=True)])
-    dense = Laplace(network(), "classification", "all", "full", prior_precision=0.7)
-    dense.fit([(x, y)])
-    return la, dense
-
-
-def test_low_rank_is_the_largest_eigenpairs():
-    """Evidence, covariances and samples by the dense matrix whose other eigenvalues are 0."""
-    x, _ = data("classification")
-    for rank, batches in ((100, 4), (6, 1)):
-        la, dense = low_rank(rank, batches)
-        ggn = dense.fitted_curvature()
-        values, vectors = torch.linalg.eigh(ggn.H)
-        assert values[:-6].max() > 0.1  # negative control: six eigenpairs are not all
-        values[: max(0, len(values) - rank)] = 0
-        whole = dense.log_marginal_likelihood()
-        dense.restore(replace(ggn, H=vectors * values @ vectors.mT))
-        assert_close(la.log_marginal_likelihood(), dense.log_marginal_likelihood())
-        assert (whole < la.log_marginal_likelihood() - 0.1) == (rank == 6)
-        assert_close(la(x, link_approx="bridge"), dense(x, link_approx="bridge"))
-        samples = la.sample(100_000, torch.Generator().manual_seed(0))
-        covariance = torch.linalg.inv(dense.H + 0.7 * torch.eye(len(values)).double())
-        assert (samples.T.cov() - covariance).norm() < 0.03 * covariance.norm()
-    la, dense = low_rank(6, 4)  # cut after each batch: never more than H
-    assert torch.linalg.eigvalsh(dense.H - la.H.T @ la.H).min() > -1e-9
-
-
 @pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank"])
 def test_a_subnetwork_leaves_the_rest_constant(structure):
     """By names, of layers or parameters; by indices where there are no factors."""
@@ -581,20 +498,6 @@ def test_other_likelihoods_predict_by_our_predictive():
             predict(x)
     assert la.functional_samples(x, n_samples=4).shape == (4, 30, 3)
     assert laplace_predictive(la)(x).mean.shape == (30, 3)
-
-
-@pytest.mark.parametrize("library", [Laplace, laplace.Laplace])
-@pytest.mark.parametrize("structure", ["kron", "full"])
-def test_a_state_has_the_temperature(structure, library):
-    x, y = data("classification")
-    la, again = (
-        library(network(), "classification", "all", structure, temperature=T) for T in (0.5, 1.0)
-    )
-    la.fit(DataLoader(TensorDataset(x, y), 10))
-    again.load_state_dict(la.state_dict())
-    assert again.temperature == 0.5
-    assert_close(again.log_marginal_likelihood(), la.log_marginal_likelihood())
-    assert_close(again(x), la(x))
 
 
 @pytest.mark.parametrize("structure", ["full", "diag", "kron"])

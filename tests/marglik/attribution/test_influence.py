@@ -166,24 +166,6 @@ def test_other_curvatures_and_blocks(name):
     assert min(distances) > 1e-4
 
 
-def layer_blocks(posterior, inputs, hessians):
-    """The dense GGN over all tensors of each module, for loss Hessians (C, C) of all outputs."""
-    values = dict(posterior.model.named_parameters())
-    names = list(posterior.factors.blocks)
-    parameters = {name: values[name].detach() for name in names}
-    outputs = lambda p: functional_call(posterior.model, p, (inputs,))  # noqa: E731
-    J = oracles.jacobian_of(outputs, parameters, False)
-    N, C = hessians.shape[:2]
-    groups = {}
-    for name in names:
-        groups.setdefault(name.rpartition(".")[0], []).append(name)
-    blocks = {}
-    for group in groups.values():
-        rows = torch.cat([J[name].reshape(N, C, -1) for name in group], -1)
-        blocks[" ".join(group)] = torch.einsum("ncp,ncd,ndq->pq", rows, hessians, rows)
-    return blocks
-
-
 def images():
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -199,30 +181,6 @@ def classes(**options):
     f = model(x).detach()
     p = f.softmax(1)
     return posterior, batch, f, p, torch.diag_embed(p) - p[:, :, None] * p[:, None]
-
-
-def test_blocks_of_modules():
-    """Weight and bias together, of classes; other batches of the same data change nothing."""
-    posterior, (x, y), f, p, hessians = classes()
-    cotangent = p - torch.nn.functional.one_hot(y, 3)
-    gradients = gradients_of(posterior, x, cotangent)
-    of_train = {name: g / TEMPERATURE for name, g in gradients.items()}
-    order = list(posterior.factors.blocks)
-    precisions = {}
-    for names, block in layer_blocks(posterior, x, hessians).items():
-        delta = [
-            posterior.prior_precision[order.index(n)].expand(gradients[n].shape[1])
-            for n in names.split()
-        ]
-        precisions[names] = block / TEMPERATURE + torch.diag(torch.cat(delta))
-    expected = scores_of(gradients, of_train, precisions)
-    found = influence(posterior, [(x, y)], [(x, y)], blocks="layer")
-    assert relative(found, expected) < 1e-7
-    tensors = influence(posterior, [(x, y)], [(x, y)], blocks="tensor")
-    assert relative(tensors, expected) > 0.02
-    parts = DataLoader(TensorDataset(x, y), 4)
-    again = influence(posterior, parts, [(x[:1], y[:1]), (x[1:], y[1:])], blocks="layer")
-    assert relative(again, expected) < 1e-7
 
 
 def test_measurements():
