@@ -255,25 +255,3 @@ def test_predictions_are_of_the_true_class_unless_observed_labels_are_asked_for(
     assert plain.calibrate([(x, y)]).label_noise == pytest.approx(
         learner.state.likelihood.parameters["noise"].item(), abs=1e-3
     )
-
-
-def test_a_trainer_of_hugging_face_gets_the_loss_of_the_likelihood():
-    pytest.importorskip("transformers")
-    from marglik.callbacks.transformers import MarginalLikelihood
-
-    class Trainer:
-        compute_loss_func = compute_loss = evaluate = train = None
-
-        def add_callback(self, callback):
-            self.callback = callback
-
-    trainer = Trainer()
-    prior = MarginalLikelihood.attached(trainer, "noisy_classification(noise=0.3)", epochs=2)
-    x, y = data(20)
-    q = 0.7 * torch.softmax(x, -1) + 0.1
-    expected = -q.gather(1, y[:, None]).log()
-    assert_close(trainer.compute_loss_func({"logits": x}, y), expected.mean())
-    # Of accumulated batches the trainer says how many labels there are.
-    assert_close(trainer.compute_loss_func({"logits": x}, y, 40), expected.sum() / 40)
-    MarginalLikelihood.attached(plain := Trainer(), "classification")
-    assert plain.compute_loss_func is None and prior is trainer.callback

@@ -242,28 +242,6 @@ def test_batch_norm_is_renewed_from_a_sample_within_the_training(monkeypatch):
     assert_close(model[1].running_mean, model[0](data.dataset.tensors[0]).mean(0).detach())
 
 
-def test_the_parameters_of_the_best_epoch_can_be_kept():
-    model, prior, data = with_norm(), PriorLearner("classification"), in_double()
-    best = []
-
-    def look():
-        with prior.averaged():
-            best.append(deepcopy(model.state_dict()))
-
-    prior.start(model, optimizer := sgd(model), data, 6)
-    for _ in range(6):
-        for x, y in data:
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-            look()
-    model.load_state_dict(best[15])
-    prior.finish(average=False)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, best[15][name]), name
-    prior.posterior.check_weights()
-
-
 def test_early_stopping_ends_with_the_network_that_was_validated_best():
     """As docs/training-loops.md writes it; the loop ends by itself; finish keeps the network."""
     torch.manual_seed(0)

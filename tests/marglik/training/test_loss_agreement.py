@@ -222,15 +222,6 @@ def test_lightnings_callback_compares_the_first_batch(options, accumulated, expe
     assert not module.net._forward_hooks
 
 
-def test_lightnings_callback_leaves_no_hooks_after_an_exception():
-    module, run = Classifier(unknown=1), trainer()  # which the loss refuses
-    with pytest.raises(TypeError, match="unknown"):
-        run.fit(module, loader())
-    assert not module.net._forward_hooks
-    assert not run.optimizers[0]._optimizer_step_pre_hooks
-    assert not run.optimizers[0]._optimizer_step_post_hooks
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

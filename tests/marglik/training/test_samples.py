@@ -1,7 +1,6 @@
 """Updates on a random sample: which examples, that they stand for all, and what stays as it was."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from kfac_backend import CurvatureOptions
 from kfac_backend.engine import driver
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
@@ -17,7 +15,6 @@ from marglik.data.batches import Batches
 from marglik.loaders import own_iteration
 from marglik.training.algorithm import end_of_epoch, finish
 from marglik.training.samples import curvature_plan, examples_for_gamma, sample_size, sampled
-from marglik.training.schedule import Schedule
 
 ALONE = Ranks(None)
 N = 1000
@@ -178,32 +175,6 @@ def test_updates_see_a_sample_and_the_last_one_all(curvature_from, monkeypatch):
     fit(whole, loader)
     for name, block in whole.fitted_factors().blocks.items():
         assert_close(prior.posterior.fitted_factors().blocks[name].to_dense(), block.to_dense())
-
-
-@pytest.mark.parametrize(
-    ("N", "V", "epochs", "expected"),
-    [
-        (1_000, 9, 64, (1_000, "exact")),  # 19 passes are a tenth of 3 · 64
-        (1_000, 9, 40, (1_000, "random_signs")),
-        (10_000, 9, 5, (5_000, "random_signs")),
-        (10_000, 1, 5, (5_000, "exact")),  # a random vector would cost as much
-        (300, 9, 2, (300, "exact")),  # no time to speak of
-    ],
-)
-def test_the_last_update_is_an_estimate_where_it_would_take_over_a_tenth_of_the_training(
-    N, V, epochs, expected
-):
-    schedule = Schedule(epochs=epochs)
-    options = SimpleNamespace(
-        curvature_from="auto", schedule=schedule, curvature=CurvatureOptions(),
-        hessian_structure="kron",
-    )  # fmt: skip
-    problem = SimpleNamespace(options=options, num_data=N, examples_per_epoch=N, vectors=V)
-    state = SimpleNamespace(steps=[1], epoch=epochs, steps_at_update=None)
-    assert curvature_plan(problem, state, is_last=True) == expected
-    for name, value in {"curvature_from": "pass", "hessian_structure": "full"}.items():
-        problem.options = SimpleNamespace(**vars(options) | {name: value})
-        assert curvature_plan(problem, state, is_last=True) == (N, "exact")
 
 
 def test_more_draws_of_each_example_leave_time_for_fewer_examples():
