@@ -291,7 +291,10 @@ def test_wrong_tables_are_named(case, tmp_path, monkeypatch):
     frame().assign(**columns).to_csv(tmp_path / "houses.csv", index=False)
     with pytest.raises(ValueError, match=message):
         TableFile(tmp_path / "houses.csv", **options).load()
-    # The controls: what only seems to be of this kind.
+
+
+def test_what_only_seems_to_be_wrong_is_read(tmp_path):
+    """The controls of the test above."""
     fine = {
         "size": [3e30 * i for i in range(N)],
         "rooms": 0.1,
@@ -302,6 +305,9 @@ def test_wrong_tables_are_named(case, tmp_path, monkeypatch):
     # Texts with commas are texts.
     frame().assign(town=[f"{i % 3}, 5th" for i in range(N)]).to_csv(tmp_path / "fine.csv")
     assert TableFile(tmp_path / "fine.csv").load().train[0].shape == (48, 6)
+
+
+def test_files_that_are_no_tables_are_named():
     for separator, printed in (("\t", r"'\\t'"), (";", "';'")):
         frame().to_csv("other.csv", index=False, sep=separator, decimal=",")
         with pytest.raises(ValueError, match=f"separated by {printed} instead"):

@@ -85,22 +85,6 @@ def test_values_that_overflow_are_named(target, tmp_path, capsys):
     assert not (tmp_path / "out.csv").exists()
 
 
-def test_a_comma_at_the_end_of_rows_changes_no_prediction(tmp_path, capsys):
-    run = trained(tmp_path, "price", "regression")
-    expected = predicted(run, houses()[:5], tmp_path)
-    lines = (tmp_path / "new.csv").read_text().splitlines()
-    arguments = ["predict", run, str(tmp_path / "new.csv"), "-o", str(tmp_path / "again.csv")]
-    for more, header in ((",", ""), (",", ","), (",7", ",size")):
-        new = [line + (more if number else header) for number, line in enumerate(lines)]
-        (tmp_path / "new.csv").write_text("\n".join(new))
-        if more == ",":
-            assert main([*arguments, "--overwrite", "--no_progress"]) == 0
-            pandas.testing.assert_frame_equal(pandas.read_csv(tmp_path / "again.csv"), expected)
-        else:
-            message = refusal(capsys, *arguments, "--overwrite")
-            assert "several columns have the name 'size'" in message
-
-
 def test_no_command_writes_over_a_runs_files(run, tmp_path, capsys):
     """Wherever in the folder, by whatever path, a prediction or a page."""
     before = content(run)
@@ -207,8 +191,3 @@ def test_training_examples_explain_predictions(target, curvature, tmp_path, caps
     changed.to_csv(tmp_path / "houses.csv", index=False)
     said = refusal(capsys, *arguments, *explain, "--overwrite")
     assert "has other training examples" in said and "Pass the unchanged file" in said
-
-
-def test_a_run_without_a_table_is_named(run, tmp_path, capsys):
-    arguments = ("predict", str(run), str(tmp_path / "new.csv"), "-o", str(tmp_path / "out.csv"))
-    assert "which is not a TableFile" in refusal(capsys, *arguments)
