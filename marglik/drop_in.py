@@ -74,9 +74,9 @@ def marglik_training(
 
     There are four differences from laplace-torch. N is the number of examples that were read, also
     with ``drop_last`` or a sampler. Loss, evidence and posterior share one temperature T.
-    (laplace-torch divides the prior by T in the loss, and multiplies the initial precision by T.)
+    laplace-torch divides the prior by T in the loss, and multiplies the initial precision by T.
     ``losses`` are epoch means of the objective of `OnlineTraining`. The defaults are the defaults
-    of `PriorLearner`; laplace-torch's are marglik_frequency=1, keep="best", prior_prec_init=1.0 and
+    of `PriorLearner`; laplace-torch has marglik_frequency=1, keep="best", prior_prec_init=1.0 and
     sigma_noise_init=1.0.
 
     Args:

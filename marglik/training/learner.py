@@ -109,17 +109,18 @@ class PriorLearner:
                 length, an "epoch" is then a round of steps with 2,560 examples, or N.
             ranks: the ranks that train together; None takes all of `torch.distributed`.
             sums_terms: whether the loss is a mean over examples of sums over their terms.
-            held_out: held-out batches, from which the share of wrong labels is learned. They are
-                read at the start, as a check, and after each of the last third of the epochs; with
-                several ranks this rank's part of each. None estimates the share from the training
-                labels, which is less accurate. With `DecayPolicy.corrected` they are also read at
-                each update, and correct the weight decays of classifiers.
+            held_out: held-out batches, from which the share of wrong labels is learned. The learner
+                reads them at the start, as a check, and after each epoch of the last third. With
+                several ranks, pass this rank's part of each batch. None estimates the share from
+                the training labels, which is less accurate. With `DecayPolicy.corrected` the
+                learner also reads them at each update, and corrects the weight decays of
+                classifiers.
             hooks: "gradients" if the caller ends the epochs; "none" if it also adds the prior's
                 gradient, with the functions of `marglik.training.algorithm`.
 
         Raises:
-            ValueError: an optimiser, loss terms, shards or a loaded state that do not fit, also the
-                part of another rank; no data.
+            ValueError: an optimiser, loss terms, shards or a loaded state do not fit; a loaded
+            state belongs to another rank; or there is no data.
             RuntimeError: an optimiser that another learner has started with.
             RankError: ranks that differ, or that have loaded different states.
         """
