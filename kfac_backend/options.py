@@ -109,18 +109,19 @@ class PassOptions(Options):
             position as a separate example. reduce first combines the positions of an example. It is
             faster, and exact if the network itself sums over the positions. auto selects expand if
             examples have several loss terms, that is, outputs (N, ..., C). Otherwise auto selects
-            for each layer the mode whose block has the better trace on some examples. A mapping
-            sets the mode by layer name, such as {"head*": expand, "*": reduce}; the first matching
-            pattern applies.
+            for each layer the mode whose block has a trace closer to the exact trace, on some
+            examples. A mapping sets the mode by layer name, such as {"head*": expand, "*": reduce};
+            the first matching pattern applies.
         fisher: matrix that the factors approximate. exact is the generalised Gauss-Newton matrix
-            (GGN). It takes C - 1 (classification) or C backward passes per batch for each loss term
-            of an example. mc and random_signs estimate the GGN without bias with mc_samples
-            backward passes. mc draws labels from the model. random_signs sums the columns of a root
-            of the outputs' Hessian with random signs, which is less noisy if the model is
-            confident. empirical uses the gradients of the data's own labels, with one backward pass
-            for each loss term.
-        mc_samples: number of draws per example with fisher=mc or random_signs. More draws reduce
-            the noise and cost a backward pass each.
+            (GGN). For each loss term of an example it takes C - 1 backward passes per batch
+            (classification with C classes), or C (other likelihoods with C outputs). mc and
+            random_signs estimate the GGN without bias, with one backward pass for each of the
+            random draws (one by default). mc draws labels from the model. random_signs sums the
+            columns of a root of the loss Hessian (with respect to the outputs) with random signs,
+            which is less noisy if the model is confident. empirical uses the gradients of the
+            data's own labels, with one backward pass for each loss term.
+        mc_samples: number of random draws per example with fisher=mc or random_signs. More draws
+            reduce the noise and cost a backward pass each.
         unsupported: treatment of parameters in layers that have no K-FAC rule. error stops. freeze
             treats these parameters as constants. diagonal computes the exact diagonal of their
             block, which is slow. diagonal also applies to parameters that have a rule but are used
@@ -128,16 +129,17 @@ class PassOptions(Options):
         backward_precision: precision of the backward passes. bf16 (CPU) and tf32 (GPU) are faster
             than float32. They make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in
             bf16). The input factors A are not affected.
-        diagonal_above: maximum number of rows for a whole factor over the rows of a weight. If a
-            weight has more rows, this factor is diagonal, and so is the block of its bias. This is
-            for the layers of large vocabularies. Traces and the curvature of each row stay exact
-            (for a tied weight, the trace of each row). The coupling of different rows is lost.
-            Tensors that contain several maps are not affected. null keeps all factors whole.
-        expand_scaling: scale of the blocks of expand. positions is the paper's main definition. A
-            is a mean over the R positions of all examples. examples divides the same sum by the
-            number of examples, as in the paper's appendix. The block of a weight or a bias is then
-            R times as large, where R is the mean number of positions of an example. This can be
-            closer to the GGN if loss terms depend on several positions.
+        diagonal_above: limit for layers of large vocabularies. If a weight has more rows than this
+            number, its factor B and the block of its bias are diagonal. The trace of the block and
+            the curvature of each row stay exact. For a tied weight, only the trace of each row
+            stays exact. The coupling of different rows is lost. Tensors that contain the weights of
+            several linear maps, such as the in_proj_weight of attention, are not affected. null
+            keeps all factors whole.
+        expand_scaling: scale of the blocks of expand. "positions" is the paper's main definition:
+            the input factor A is a mean over all examples and positions. "examples" divides the
+            same sum by the number of examples, as in the paper's appendix. The block of a weight or
+            a bias is then R times as large, where R is the mean number of positions of an example.
+            This can be closer to the GGN if loss terms depend on several positions.
 
     Raises:
         ValueError: an option is not supported.

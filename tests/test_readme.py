@@ -78,8 +78,8 @@ def test_sentences_of_the_page_of_numbers_are_those_of_the_json():
         f"{peak['ours alone, reduce, exact']:.0f} MiB for reduce. A training step takes "
         f"{peak['training step']:.0f} MiB.",
         f"{quick['first pass, reduce, mc']} on a new model, - "
-        f"{quick['later pass, reduce, mc']} on a model that was proved before and has the same "
-        f"structure, - {quick['batch, reduce, mc']} without a proof",
+        f"{quick['later pass, reduce, mc']} on a model that was checked before and has the same "
+        f"structure, - {quick['batch, reduce, mc']} without a check",
         f"ViT with the exact GGN: expand {quick['ViT, expand, exact']}, "
         f"reduce {quick['ViT, reduce, exact']}.",
         f"GPT with one sample per token: expand {quick['GPT, expand, mc']}, "

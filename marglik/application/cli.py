@@ -79,6 +79,11 @@ FROM_PYTHON_ALONE: dict[str, Any] = {
     "predictive": {"samples", "networks", "batch_size", "calibration"},
 }
 """Argument of `train` -> fields that are not options of the command."""
+PRINT_CONFIG = (
+    "Print all options and their values as YAML, and exit. skip_default omits options at their "
+    "default."
+)
+"""Help of --print_config, instead of jsonargparse's text, which has a backspace in it."""
 NOT_IN_BRIEF = (
     "print_config", "prior.", "curvature.", "accelerator", "precision", "compile", "progress",
 )  # fmt: skip
@@ -263,8 +268,8 @@ def _add_options(parser: ArgumentParser, command: str, brief: bool) -> None:
     for name, config in configs.items():
         parser.add_class_arguments(config, name, skip=FROM_PYTHON_ALONE.get(name))
     for action in parser._actions:
-        if isinstance(action.metavar, str):  # jsonargparse's --print_config has a backspace in it
-            action.metavar = action.metavar.replace("\b", "")
+        if action.dest == "print_config":
+            action.metavar, action.help = "[=skip_default]", PRINT_CONFIG
         hidden = action.dest.startswith(NOT_IN_BRIEF) or action.dest.endswith(".help")
         if action.dest in configs or (brief and hidden):
             action.help = SUPPRESS

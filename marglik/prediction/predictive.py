@@ -133,16 +133,17 @@ class PredictiveConfig:
             into aleatoric and epistemic parts.
         networks: number of samples of the parameters, for linearised.
         layers: layers whose uncertainty is included: all, only the last, or an automatic choice.
-            all includes every layer, which takes C backward passes per example. last includes only
-            the last layer, which costs no more than a forward pass (not for linearised). auto
-            selects all while outputs times parameters are at most 2 million. Above, it selects last
-            and logs this.
+            all includes every layer, which takes one backward pass for each output of an example.
+            last includes only the last layer, which costs no more than a forward pass (not for
+            linearised). auto selects all if the number of outputs times the number of parameters is
+            at most 2 million. Above this limit, it selects last and logs this.
         batch_size: number of test examples in a batch.
         calibration: calibration of the predictive. held_out scales the covariance and the outputs
             by factors that are fitted to held-out data. none is the plain Laplace predictive.
-        labels: label to predict, and kind of the test labels: true for the true class, or observed
-            for a label that is wrong as often as the training labels. They differ if calibration,
-            or the likelihood noisy_classification, finds wrong labels.
+        labels: label to predict. true predicts the true class. observed predicts the given label,
+            which is wrong as often as a training label. The test labels must be of the same kind.
+            The two predictions differ if calibration, or the likelihood noisy_classification, finds
+            wrong labels.
 
     For sequences, the covariance at each of R positions takes R·C backward passes per example. Use
     method linearised for sequences, or only the last layer.

@@ -30,24 +30,24 @@ class Schedule:
 
     Args:
         epochs: number of passes over the training data; None if it is not known.
-        every: number of epochs between updates. None (null) spreads ``updates`` over the epochs. If
-            the number of epochs is unknown or exceeded, the first epochs each end with an update.
-            Later, the interval grows to between 1/``updates`` and 2/``updates`` of the epochs so
-            far, and each change of the learning rate also causes an update.
+        every: number of epochs between updates. None (null) spreads 20 updates over the epochs; in
+            Python ``updates`` changes this number. If the number of epochs is unknown or exceeded,
+            each of the first epochs ends with an update. Later the interval is between 1/20 and
+            2/20 of the epochs so far, and a change of the learning rate also causes an update.
         burn_in: number of the first epoch that may end with an update.
         steps: number of hyperparameter steps in each update. The number bounds the change in one
             update: 10 steps of Adam with step size 0.1 on log δ change a weight decay by at most a
             factor of e.
-        keep: network that the training returns. "last" ends with an update, even if none is due
-            after the last epoch. "best" returns the parameters of the update with the highest
-            evidence, as laplace-torch's loop does. The best update may be an early one. Its
-            evidence is not comparable, because the network does not fit the data yet.
+        keep: network that the training returns. "last" returns the final network, and updates its
+            weight decays once more after the last epoch. "best" returns the parameters of the
+            update with the highest evidence, as laplace-torch's loop does. That update may be an
+            early one, because the evidence can be high before the network fits the data.
         updates: number of updates, at most one per epoch, without the final one. 0 keeps the
             initial weight decays and fits no posterior.
-        average: parameters that the training ends with. "last" averages them over the steps, with
-            the largest weights on late steps. None (null) takes the parameters of the last step.
-            There is no average with keep="best", nor if an epoch is a single step, because a full
-            batch has no noise.
+        average: parameters of the network that the training returns. "last" averages the parameters
+            over the steps, with the largest weights on late steps. None (null) takes the parameters
+            of the last step. There is no average with keep="best", nor if an epoch is a single
+            step, because a full batch has no noise.
 
     Raises:
         ValueError: a number is too small, or an option is not supported.

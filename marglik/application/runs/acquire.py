@@ -45,7 +45,7 @@ def acquire_rows(
         joint: whether each choice accounts for the labels of the rows chosen before, so that
             similar rows are not chosen together. It has an effect for mutual_information, if the
             network is small enough for the posterior of all layers.
-        model: class of the network. Name the class if it is your own, because the folder alone must
+        model: class of the network. Pass it if it is your own class, because the folder alone must
             not choose the code that runs.
         overwrite: whether to replace an existing file.
         accelerator: device. auto selects cuda if it is available.

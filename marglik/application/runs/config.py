@@ -55,10 +55,12 @@ class PriorConfig(Schedule):
         method: method that maximises the evidence in an update. adam takes gradient steps. mackay
             iterates MacKay's fixed point, which needs no step size. fixed makes no updates: it
             keeps weight_decay, and in regression a noise of 1.
-        curvature_from: data of the curvature pass of an update. auto uses a sample. If exact passes
-            would take longer than the training, auto estimates the curvature (fisher=random_signs).
-            It also does so in the last update if an exact pass would take longer than a tenth of
-            the training. pass uses all data in each update, with the options of curvature.
+        curvature_from: data of the curvature pass of an update. auto uses a sample of the data. It
+            estimates the curvature (fisher=random_signs) if exact passes over all data, one in each
+            update, would together take longer than the training. The last update of auto uses all
+            data and is exact. If this would take longer than a tenth of the training, the last
+            update is an estimate, too. pass uses all data in each update, with the options of
+            curvature.
         correct_decays: whether the validation labels correct the weight decays of a classifier. Use
             it for data with wrong labels that the network memorises. See docs/weight-decay.md for
             data where it helps and where it harms.
@@ -103,18 +105,19 @@ class RunConfig:
             always before an update.
         overwrite: whether to replace a run in this folder.
         members: number of networks in the ensemble. The first network learns the weight decays.
-            Each other network starts from other initial parameters and replays the learned weight
-            decays. Each costs one training.
+            Each other network starts from other initial parameters, and uses the learned weight
+            decays at the same epochs. Each network costs one training.
         baseline: whether to train a plain network for comparison, with the initial weight decay, a
-            cosine learning rate schedule and no average. By default it is trained if this takes
-            less than 20 seconds or a quarter of the run. resume can add it later. For a table,
-            scikit-learn also fits a linear model and gradient-boosted trees to the same rows,
-            unless baseline is false.
+            cosine learning rate schedule, and no averaging of the parameters. By default it is
+            trained if this takes less than 20 seconds or a quarter of the run. resume can add it
+            later. For a table, scikit-learn also fits a linear model and gradient-boosted trees to
+            the same rows, unless baseline is false.
         augmentation: augmentation of the training images. "standard" crops images at random (after
             padding by 4 pixels) and flips them. "learned" averages the network over transformed
             copies of each image, in training and prediction, which multiplies the cost. The
-            evidence learns the ranges of shifts, rotations, scales and shears, and for colour
-            images also of recolouring and flips; see `marglik.augmentation`.
+            evidence learns the ranges of shifts, rotations, scales and shears. For colour images it
+            also learns the strength of recolouring and the probability of a flip. See
+            `marglik.augmentation`.
         held_out: share of the training examples that is held out for calibration, if the data has
             no validation set. The network is not trained on these examples, but the final posterior
             is also fitted to them. With 0, no examples are held out and there is no calibration.

@@ -60,17 +60,18 @@ def evaluate_run(
     folder.
 
     Args:
-        path: folder written by marglik train or save_posterior.
-        model: class of the network. Name the class if it is your own, because the folder alone must
-            not choose the code that runs. Without options, the network gets the options stored in
-            the folder. Name pretrained weights with their option.
+        path: folder written by marglik train, marglik fit or save_posterior.
+        model: class of the network. Pass it if it is your own class, because the folder alone must
+            not choose the code that runs. Without options of the class, the network gets the
+            options stored in the folder. If an option of the class names a file of pretrained
+            weights, repeat this option.
         data: class of the data. null selects the test split of the training data. For other data,
             all examples are evaluated, or the test split if the class has one, as ImageFolder does.
-            Name data in files with their options, because the folder alone must not choose the
-            files that are read or downloaded.
+            For data in files, pass the class and its options again, because the folder alone must
+            not choose the files that are read or downloaded.
         methods: list of predictive methods to evaluate one after the other. [] evaluates only the
             MAP. null evaluates only predictive.method.
-        predictive: the predictive of the evaluation.
+        predictive: Options of the predictive.
         ood: class of out-of-distribution images, on which the predictives should be uncertain.
         output: folder for evaluation.json and the report. null selects the folder of the run. It is
             required for data other than the data of the run.
@@ -85,7 +86,7 @@ def evaluate_run(
     check_seed(seed)
     if Path(path).is_file():
         raise ValueError(
-            f"{path} is a file. Pass a folder written by marglik train or save_posterior."
+            f"{path} is a file. Pass a folder written by marglik train, fit or save_posterior."
         )
     device = device_of(accelerator)
 

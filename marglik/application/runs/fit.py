@@ -57,8 +57,8 @@ def fit(
         layers: layers of the posterior. last uses only the last layer. all uses all layers and
             takes longer.
         structure: parameters that share a prior precision, as for `marglik train`.
-        curvature: the curvature pass.
-        predictive: the predictive of the evaluation.
+        curvature: Options of the curvature pass.
+        predictive: Options of the predictive.
         output: folder to write to. null selects runs/NAME with the name of the checkpoint.
         overwrite: whether to replace a run in this folder.
         batch_size: number of examples in a batch.

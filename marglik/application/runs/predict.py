@@ -68,11 +68,11 @@ def predict_rows(
         path: folder written by marglik train or marglik fit.
         rows: CSV or Parquet file with the input columns of the training data.
         output: CSV file to write the predictions to, outside of all folders of runs.
-        model: class of the network. Name the class if it is your own, because the folder alone must
+        model: class of the network. Pass it if it is your own class, because the folder alone must
             not choose the code that runs.
-        predictive: the predictive.
+        predictive: Options of the predictive.
         explain: number K of training examples that explain each prediction; 0 for none.
-        train: the training file, unchanged, for explain. Name it, because the folder alone must not
+        train: the training file, unchanged, for explain. Pass it, because the folder alone must not
             choose the files that are read.
         curvature: curvature for explain. exact stores the inputs and output gradients of all
             training rows, at most 4 GiB. ekfac and kfac store none and are less accurate.
