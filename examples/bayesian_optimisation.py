@@ -87,7 +87,7 @@ def next_points(x, y, seed):
 
 
 def search(seed):
-    """The best value after each round, and that of as many points at random."""
+    """The best value after each round, and the best of as many random points."""
     at_random = torch.quasirandom.SobolEngine(2, scramble=True, seed=seed)
     every = at_random.draw(FIRST + ROUNDS * TOGETHER, dtype=torch.float64)
     x, best, random_best = every[:FIRST], [], []

@@ -46,7 +46,7 @@ print(f"{len(x)} graphs of {x.node_counts.min()} to {x.node_counts.max()} nodes"
 
 # %%
 class GraphNetwork(nn.Module):
-    """Logits (G, 2) of G graphs; v are the features of nodes, e those of edges."""
+    """Logits (G, 2) of G graphs; v are features of nodes, e features of edges."""
 
     def __init__(self, d=24):
         super().__init__()

@@ -78,5 +78,5 @@ axes.legend()
 # %% [markdown]
 # The cost depends on the network: for each width d there is a d × d factor, which is inverted.
 # `experiments/optimizers` compares optimisers on larger problems. With reduce, a
-# graph network needed 54 % of the steps of tuned SGD, and a small vision transformer 50 % of
-# those of tuned NAdamW.
+# graph network needed 54 % of the steps of tuned SGD. A small vision transformer needed 50 % of
+# the steps of tuned NAdamW.

@@ -162,7 +162,7 @@ print(f"s = {calibration.calibration.covariance_scale:.3g}, τ of the MAP = {tem
 # %% [markdown]
 # ## Saved and loaded
 # The folder contains the adapters, the head and the factors. The base is not saved: you provide it,
-# and a base other than that of the fit is an error.
+# and another base than in the fit raises an error.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:

@@ -74,7 +74,7 @@ def factor_gradients(
             these.
         of_factors: ∂F/∂B and ∂F/∂A of each block, by name; omitted blocks do not count.
         of_loss: c.
-        options: by default those of the factors.
+        options: by default the options of the factors.
         generator: random numbers for a Fisher that draws.
         progress: whether to show a progress bar over the batches.
         process_group: the ranks that have a shard of the data each, as in `kronecker_factors`.

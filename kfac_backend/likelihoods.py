@@ -96,7 +96,7 @@ class Likelihood:
     """Whether the targets are whole numbers."""
     parameters: ClassVar[Mapping[str, Tensor]]
     """Values of the fields made by `parameter`, float64, by name. The loss and Λ are differentiable
-    with respect to those of `with_parameters`."""
+    with respect to the parameters in `with_parameters`."""
 
     _by_name: ClassVar[dict[str, type["Likelihood"]]] = {}
 
@@ -434,8 +434,8 @@ class Classification(_Softmax):
 
     Args:
         weights: class weights w; the loss of label y counts w_y times.
-        smoothing: ε; the loss is that of labels with a share ε spread evenly over all classes. With
-            weights, each class's part has its own weight, as in `torch.nn.CrossEntropyLoss`.
+        smoothing: ε. A share ε of each label is spread evenly over all classes. With weights, each
+            class's part has its own weight, as in `torch.nn.CrossEntropyLoss`.
 
     With either option exp(−ℓ) is no probability, and the evidence belongs to a pseudo-likelihood.
     """
@@ -552,7 +552,7 @@ class NoisyClassification(_Softmax):
         return with_label_noise(log_p, self.parameters["noise"].to(log_p), log_p.shape[-1])
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """Yield the columns s_c; without noise those of `Classification`, to the bit."""
+        """Yield the columns s_c; without noise, exactly the columns of `Classification`."""
         if self._is_without_noise:
             yield from Classification(weights=self.weights).root(f, y)
             return
@@ -684,8 +684,8 @@ class RegressionPerOutput(Regression):
 
     Args:
         noise: s, one number for each output, divided by their geometric mean, which σ contains. So
-            Σ log s_c = 0, and the constants of the evidence equal those of "regression". All equal
-            by default.
+            Σ log s_c = 0, and the evidence has the same constants as for "regression". All equal by
+            default.
     """
 
     name = "regression_per_output"

@@ -242,7 +242,7 @@ class PassSums:
         return same
 
     def separate_(self, same_B: Collection[str]) -> None:
-        """Copy all Bs that another parameter shares, except those of ``same_B``."""
+        """Copy all Bs that another parameter shares, except for the names in ``same_B``."""
         earlier = set[Any]()
         for name, layers in self.blocks.items():
             for i, one in enumerate(layers):

@@ -469,8 +469,8 @@ class Capture:
         ``number`` is the number of the layer's run. Registered parameters do not run and have none.
         """
         # An in-place operation on a view gives it another node of the graph, and torch never calls
-        # hooks of the former node. So for layers that return a view (InstanceNorm) this returns a
-        # copy.
+        # the hooks of the old node. For layers that return a view (InstanceNorm) this hook
+        # therefore returns a copy.
         if number is not None and output._is_view():  # pyright: ignore[reportPrivateUsage]
             # For (N, R, d) linear layers return a view of a product that nothing else uses. The
             # same memory without a view suffices: a copy would cost some percent of a transformer's

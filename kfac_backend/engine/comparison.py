@@ -133,7 +133,7 @@ def compare(
     """Compare hooks with autograd on a few examples x, in one forward and two backward passes.
 
     Parameters of no layer are constants. ``counted`` marks the loss terms (N, ...) that count; None
-    means all. With ``own_forwards`` the expected outputs and gradients are those of the layers' own
+    means all. With ``own_forwards`` the expected outputs and gradients come from the layers' own
     forwards, also for layers that run by parts.
 
     Raises:

@@ -165,7 +165,7 @@ def explain(model: nn.Module, arguments: Sequence[Any], error: Exception) -> Non
     """Raise a TypeError if a model's error means that it does not support such inputs.
 
     Such inputs are a mapping as a single argument, and inputs in another dtype than the parameters.
-    Only the call shows whether the model converts the latter.
+    Only the call shows whether the model converts the dtype.
     """
     x = arguments[0]
     if isinstance(x, Mapping) and len(arguments) > 1 and type(x).__name__ in str(error):

@@ -140,7 +140,7 @@ class ConvTransposeRule(ImageRule):
         return _by_group(patch_sums(at_least_float32(b), *self.axes(b)), self.groups)
 
     def position_gradients(self, use: Use, b: Tensor) -> Float[Tensor, "M R_out C_out"]:
-        """Return the gradients at the output's pixels, which determine those of both parameters."""
+        """Return the gradients at the output's pixels, for the weight and the bias."""
         inputs, outputs = tuple(use.a.shape[2:]), tuple(b.shape[2:])
         if self._sizes.setdefault(inputs, outputs) != outputs:
             raise NotImplementedError(

@@ -1,9 +1,9 @@
 """Sum Gram matrices Σ x xᵀ of rows batch by batch, in place.
 
 A block's factor is a dense matrix, a diagonal, or counts of tokens. Each kind has its own `Gram`
-with the same two methods. `patch_gram` computes those of patches of convolutions. A `FactorSum`
-holds the Gram matrix of one factor, and examples' sums that wait for other uses of the parameter.
-The result is a `Factor`: a matrix, or its rows if they are few.
+with the same two methods. `patch_gram` computes the Gram matrices of patches of convolutions. A
+`FactorSum` holds the Gram matrix of one factor, and examples' sums that wait for other uses of the
+parameter. The result is a `Factor`: a matrix, or its rows if they are few.
 """
 
 import math
@@ -53,8 +53,8 @@ class Factor:
     Rows x_m with the matrix Σ_m x_m x_mᵀ take less memory, and their M×M inner products have the
     same eigenvalues, apart from zeros. Factors keep their rows when they are scaled, added or
     moved, if there are at most d / 2 rows. The matrix is computed on first access. After an
-    in-place change of the matrix the rows are ignored. Blocks that share a factor, such as those of
-    a weight and its bias, share the object, so it is computed and decomposed once.
+    in-place change of the matrix the rows are ignored. Blocks that share a factor, such as the
+    blocks of a weight and its bias, share the object, so it is computed and decomposed once.
 
     Args:
         matrix: (*G, d, d).

@@ -61,7 +61,7 @@ def _grouped(x: Tensor, w: Tensor, *, offs: Tensor, **options: None) -> Tensor:
 
 
 def _declared_rows(axes: tuple[int, ...], part: int | slice) -> AbstractContextManager[None]:
-    """Declare the examples of one matrix's rows, if the model has declared those of all rows."""
+    """Declare the examples of one matrix's rows, if the model declared them for all rows."""
     rows = current_rows()
     if rows is None or rows.axes != axes:
         return nullcontext()

@@ -24,7 +24,7 @@ from kfac_backend.layers.gram import Factor
 DampingOn = Literal["factors", "product"]
 
 Inverse: TypeAlias = dict[str, Tensor]
-"""(F + damping)⁻¹ as tensors by name; those of A are missing for a block without A.
+"""(F + damping)⁻¹ as tensors by name, without tensors of A for a block without A.
 
 - ``B``, ``A``: the inverses of the damped factors.
 - ``L_B``, ``L_A``: lower triangular roots of the damped factors, L Lᵀ = B + λ_B I, for an inverse

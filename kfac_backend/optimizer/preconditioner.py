@@ -621,7 +621,7 @@ class KfacPreconditioner:
         inverses = [self._inverses[name] for name in own]
         natural = dict(zip(own, precondition(inverses, list(own.values())), strict=True))
         if self.ranks.size > 1:
-            # Send those of one owner as one tensor, because most are small.
+            # Send all gradients of one owner as one tensor, because most are small.
             groups: dict[tuple[int, torch.dtype], list[str]] = {}
             for name, g in gradients.items():
                 groups.setdefault((self._owners[name], g.dtype), []).append(name)

@@ -70,7 +70,7 @@ class TrainingPass:
 
     BatchNorm may be in train mode, except with fisher="exact". Vectors then go back through the
     batch's statistics, like the training's gradients. A row n of a layer affects the outputs m of
-    all examples, and the factors are those of the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
+    all examples, and the factors belong to the batch's loss, B = Σ_n Σ_m J_mnᵀ Λ_m J_mn.
     """
 
     def __init__(

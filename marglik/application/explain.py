@@ -61,7 +61,7 @@ class FittedData:
         return chain(*self._parts)
 
     def in_order(self, scores: Float[Tensor, "Q M"]) -> Float[Tensor, "Q N"]:
-        """Return the columns of the training examples in their order, from those of all ranks."""
+        """Return all ranks' columns in the order of the training examples."""
         own = [i for k, part in enumerate(self._parts) for order in part.order
                for i in (order + k * self.num_train).tolist()]  # fmt: skip
         places = torch.tensor(sum(self._ranks.gather(own), []))

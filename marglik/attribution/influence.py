@@ -419,7 +419,7 @@ class _Systems:
     def sample(self, queries: Iterable[Any], measure: Measure) -> str:
         """Return a checksum of a measurement: of its gradients at random outputs.
 
-        The targets are those of the first queries.
+        The targets are the targets of the first queries.
         """
 
         class Sample(Sink):

@@ -129,7 +129,7 @@ class _AffineNorms(TorchFunctionMode):
         call = inspect.signature(func).bind(*args, **(kwargs or {}))
         weight, bias = (call.arguments.pop(name, None) for name in ("weight", "bias"))
         output, axis = func(**call.arguments), CHANNELS[func]
-        # (C,) of channels (N, C, ...); those of a layer norm are the last axes
+        # (C,) of channels (N, C, ...), or the last axes of a layer norm
         shape = (-1, *[1] * (output.dim() - 2)) if axis == 1 else call.arguments["normalized_shape"]
         output = output if weight is None else output * weight.view(shape)
         return output if bias is None else output + bias.view(shape)

@@ -303,7 +303,7 @@ def _parts(
 ) -> Iterator[tuple[int, Any, Tensor]]:
     """Yield a part's number, inputs and labels: batches in turn, or pieces of few batches.
 
-    With ten batches or more, the parts of several ranks together are those of one process.
+    With ten batches or more, the parts of several ranks together are the parts of one process.
     """
     task = Task(state.likelihood, problem.options.curvature)
     pieces = -(-NUM_PARTS // max(length(batches) or NUM_PARTS, 1))

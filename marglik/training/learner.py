@@ -120,7 +120,7 @@ class PriorLearner:
 
         Raises:
             ValueError: an optimiser, loss terms, shards or a loaded state do not fit; a loaded
-            state belongs to another rank; or there is no data.
+                state belongs to another rank; or there is no data.
             RuntimeError: an optimiser that another learner has started with.
             RankError: ranks that differ, or that have loaded different states.
         """

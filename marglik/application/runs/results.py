@@ -129,7 +129,7 @@ def learned_results(
 ) -> dict[str, Any]:
     """Return the fields of `Results` from the learned network's training and evaluation.
 
-    ``scores`` are those of each test example.
+    ``scores`` are the scores of each test example.
     """
     laplace, splits = outcome.laplace, setup.splits
     label = setup.predictive.for_posterior(laplace).label
