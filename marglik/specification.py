@@ -102,7 +102,8 @@ def _is_known(path: str) -> bool:
     with extra("images"):
         from torchvision import models
 
-    # Not its other functions that return networks: detectors download a backbone unasked.
+    # Reject its other functions that return networks, because detectors download a backbone
+    # unasked.
     return isinstance(getattr(models, name, None), type) or name in models.list_models(models)
 
 

@@ -437,7 +437,7 @@ class Capture:
             features = 1 if tracked.rule.takes_integers else a.shape[tracked.rule.features]
             if (number_of_all := a.numel() // max(features, 1)) > N:
                 runs.unmasked[str(tracked)] = number_of_all
-        # Not inside a mask of positions, which would have to be grouped in the same way.
+        # Skip layers inside a mask of positions, because the mask would need the same grouping.
         if kind == "consecutive" and declared is None and N:
             rows = consecutive_rows(len(a), N, a.device)
             runs.rows.add((tracked, len(a) // N))

@@ -220,7 +220,7 @@ class Gram(ABC):
     def __init__(self, like: Tensor, groups: int, size: int) -> None:
         self.groups, self.size = groups, size
         dtype = torch.promote_types(like.dtype, torch.float32)
-        # Not like.new_empty, which would be sharded for a sharded weight.
+        # like.new_empty would be sharded for a sharded weight.
         self.like = torch.empty(0, dtype=dtype, device=like.device)
         """Empty tensor of its dtype, on its device."""
         self.nbytes = groups * size**2 * dtype.itemsize

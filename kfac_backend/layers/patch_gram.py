@@ -147,7 +147,7 @@ class _Correlation:
     def add(self, image: Float[Tensor, "N C H W"]) -> None:
         """Add a batch of images."""
         y, x = self._y, self._x
-        # Without zero padding (a view), so that no product wastes time on rows of zeros.
+        # Do not pad with zeros, so that no product wastes time on rows of zeros.
         image = image if y.padding_mode == "constant" else pad(image, y, x)
         P = image.permute(2, 0, 3, 1)  # (H, N, W, C)
         # Step 1: all rows and columns, at all lags.
@@ -170,8 +170,9 @@ class _Correlation:
 
     def _add_shifted(self, P: Float[Tensor, "H N W C"]) -> None:
         """Add one product for each lag, without copying a line."""
-        # Zeros follow each line, and a pixel that is shifted over its end is multiplied by these.
-        # So all lines form a single long one, and a lag of both axes is one shift of it.
+        # Zeros follow each line. A pixel that is shifted over the end of its line is multiplied by
+        # a zero. All lines can therefore form one long line, and a lag of both axes is one shift of
+        # it.
         padded = F.pad(P, (0, 0, 0, _zeros_behind(self._x)))
         _, N, width, _ = padded.shape
         pixels = padded.flatten(0, 2)

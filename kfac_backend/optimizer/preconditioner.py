@@ -373,8 +373,9 @@ class KfacPreconditioner:
         raise no_copies(self)
 
     def __del__(self) -> None:
-        # Without a backward pass, a forward pass holds its graph, and this the hooks, which hold
-        # the model: a cycle through C++, which Python's collector cannot see.
+        # If no backward pass follows, a forward pass keeps its graph. The graph keeps the hooks,
+        # and the hooks keep the model. Python's collector cannot see this cycle, because it goes
+        # through C++.
         if "_pass" in vars(self):
             self._pass.detach()
 
@@ -571,7 +572,7 @@ class KfacPreconditioner:
         largest = torch._foreach_norm([g for g in parts if g.numel()], ord=float("inf"))
         if not largest:  # this rank has a part of no gradient
             largest = [torch.zeros(())]
-        # Not all in float32, which would make large float64 numbers infinite.
+        # Use the widest dtype, because large float64 numbers would be infinite in float32.
         wide = torch.promote_types(torch.float32, max(largest, key=lambda n: n.itemsize).dtype)
         is_finite = bool(torch.stack([norm.to(wide) for norm in largest]).isfinite().all())
         if self._pass.driver.sharded:  # all ranks raise it

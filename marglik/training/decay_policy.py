@@ -236,8 +236,7 @@ class DecayPolicy:
     def _raise_start(self, problem: "Problem", state: "LearnerState") -> None:
         options, hyper = problem.options, state.hyperparameters
         optimizers = [part.optimizer for part in problem.parts]
-        # Not with optimisers that divide gradients by their size, including the gradient of the
-        # prior.
+        # Skip optimisers that divide gradients by their size, including the prior's gradient.
         if (
             state.likelihood.kind != "classes"
             or not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
