@@ -17,7 +17,7 @@ Sources: Koh & Liang 2017 (arXiv:1703.04730); Grosse et al. 2023 (arXiv:2308.032
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,6 @@ from kfac_backend.likelihoods import Likelihood, counted_terms
 from kfac_backend.options import (
     CurvatureOptions,
     KfacApprox,
-    TargetOptions,
     check_option,
     check_positive,
 )
@@ -70,7 +69,8 @@ RELATIVE = 0.1
 QUERY_BYTES = 2**30
 """Maximum number of bytes of query gradients that share a pass over the training data."""
 ROW_BYTES = 4 * 2**30
-"""Maximum number of bytes of inputs and output gradients that exact blocks store."""
+"""Maximum number of bytes of inputs and output gradients that exact blocks store, and of gradients
+that they form from these once."""
 DENSE_BYTES = 32 * 2**20
 """Maximum number of bytes of dense gradients in memory at the same time."""
 MOST_ITERATIONS = 1000
@@ -96,12 +96,6 @@ def influence(
     most helpful examples of each query. The score is exact for a quadratic loss up to the leverage
     h_n of example n: the true change is τ / (1 − h_n). This holds for damping="evidence".
 
-    Scores are often summed over many examples that are left out together. Without half of the
-    examples the precision is H/2 + δ = (H + 2 δ)/2 for a Gaussian likelihood, so a damping above δ
-    is better. In the experiments 3 δ was best. The curvature of a classifier does not halve. With
-    less data its predictions are less certain, which increases the curvature of each example, so δ
-    is better (measured, see `experiments.attribution`).
-
     Args:
         posterior: the fitted posterior, at the network's weights.
         queries: batches (x, y), or mappings, as in the fit. There is one pass over the training
@@ -120,24 +114,22 @@ def influence(
             "exact"); "tensor" for one block per parameter tensor. None uses "layer" for "exact" and
             "tensor" for the others.
         damping: "evidence" uses the posterior's prior precision δ of each tensor. "auto" also uses
-            δ, but 3 δ for regression, see above. "relative" uses 0.1 times the mean eigenvalue of
-            each tensor's block instead. A number replaces δ for all tensors. Like δ it belongs to
-            the loss summed over the data.
+            δ, but 3 δ for regression, which predicts better how the loss changes without half of
+            the examples (measured, see `experiments.attribution`). "relative" uses 0.1 times the
+            mean eigenvalue of each tensor's block instead. A number replaces δ for all tensors.
+            Like δ it belongs to the loss summed over the data.
         progress: whether to show progress bars.
-        store: folder for the scores and the products (H + P)⁻¹ ∇m(q), which are written at most
-            once a minute. Another call with the same arguments continues from there. None stores
+        store: folder for the products (H + P)⁻¹ ∇m(q) and the scores of each GiB of query
+            gradients. Another call with the same arguments continues from there. None stores
             nothing.
 
     Returns:
         Scores (Q, N), on the CPU.
 
     Raises:
-        AttributeError: the posterior is not fitted.
         TypeError: training data that can be read only once.
-        ValueError: options that are not supported or do not go together; a posterior that is not
-            from Kronecker factors; training data in random order or other data than the fit's;
-            weights other than the fit's; a measurement of another shape; a store of another
-            computation; ranks with different queries.
+        ValueError: options, training data, weights or a measurement that are not supported or do
+            not fit the posterior; a store of another computation; ranks with different queries.
         NotImplementedError: a parameter whose curvature is a diagonal without a rule
             (``unsupported="diagonal"``), a model under `fully_shard`.
         MemoryError: exact blocks of more than 4 GiB of rows.
@@ -165,10 +157,9 @@ def influence(
             if (first := next(left, None)) is None:
                 break
             left = chain([first], left)
-            parts, batches = saved.scores(chunk) if saved else ([], 0)
-            done = sum(part.shape[1] for part in parts)
-            if saved is not None and not ranks.any(done < saved.num_train, systems.device):
-                next(islice(left, batches - 1, None))  # skip these queries
+            own, batches = saved.scores(chunk) if saved else (None, 0)
+            if not ranks.any(own is None, systems.device):
+                next(islice(left, batches - 1, None), None)  # skip these queries
             else:
                 gradients, batches = _query_gradients(systems, left, measure, QUERY_BYTES)
                 solved = saved.solved(chunk, systems.device) if saved else None
@@ -177,12 +168,12 @@ def influence(
                     if saved is not None:
                         saved.save_solved(chunk, solved)
                 contraction = _Contraction(systems, solved or {})
+                systems.run(contraction, train, "Scores", progress)
+                own = contraction.scores
                 if saved is not None:
-                    contraction.save = saved.saver(chunk, done, batches)
-                rest = _remaining(train, done, posterior.options, contraction)
-                systems.run(contraction, rest if done else train, "Scores", progress)
-                parts = saved.scores(chunk)[0] if saved else contraction.scores
-            scores.append(_of_all_ranks(parts, ranks, systems.device))
+                    saved.save_scores(chunk, own, batches)
+            assert own is not None
+            scores.append(_of_all_ranks(own, ranks, systems.device))
     if not scores:
         raise ValueError("The loader of queries yields no batch. Pass at least one query.")
     return torch.cat(scores)
@@ -208,20 +199,13 @@ def self_influence(
         train: the data of the fit, as for `influence`, in batches whose gradients fit into memory.
             With "kfac", and with "ekfac" for a posterior with corrected eigenvalues, it may be a
             part of this data.
-        curvature: as for `influence`. "exact" solves a system for each example.
+        curvature: "exact" solves a system for each example, and needs a single rank.
         blocks: as for `influence`.
         damping: as for `influence`.
         progress: whether to show progress bars.
 
     Returns:
-        Values (N,), on the CPU.
-
-    Raises:
-        AttributeError: the posterior is not fitted.
-        TypeError: training data that can be read only once.
-        ValueError: as for `influence`.
-        NotImplementedError: as for `influence`.
-        MemoryError: as for `influence`.
+        Values (N,), on the CPU. The errors are those of `influence`.
     """
     blocks = _check(posterior, train, curvature, blocks, damping)
     measure, ranks = _measurement("loss", posterior), posterior.ranks
@@ -232,13 +216,13 @@ def self_influence(
         )
     with torch.inference_mode(False), eval_mode(posterior.model), full_float32():
         systems = _Systems(posterior, train, curvature, blocks, damping, progress)
-        values = []
+        values = [posterior.mean.new_zeros(0, device="cpu")]
         for batch in each_batch(systems.batches(train), "Self-influence", progress):
             gradients, _ = _query_gradients(systems, iter([batch]), measure, 0)
             solved = systems.solve(gradients)
             inner = torch.stack([(g * solved[name]).sum(1) for name, g in gradients.items()])
-            values.append(inner.sum(0, keepdim=True).cpu() / posterior.temperature)
-    return _of_all_ranks(values, ranks, posterior.mean.device)[0]
+            values.append(inner.sum(0).cpu() / posterior.temperature)
+    return _of_all_ranks(torch.cat(values)[None], ranks, posterior.mean.device)[0]
 
 
 def _check(
@@ -276,31 +260,17 @@ def check_not_shuffled(train: Any) -> None:
         )
 
 
-def _of_all_ranks(parts: list[Tensor], ranks: Ranks, device: torch.device) -> Tensor:
-    """Return the columns of all ranks in order, from the parts of each rank; collective."""
+def _of_all_ranks(
+    own: Float[Tensor, "Q n"], ranks: Ranks, device: torch.device
+) -> Float[Tensor, "Q N"]:
+    """Return all ranks' columns, those of rank 0 first; collective."""
     if ranks.size == 1:
-        return torch.cat(parts, 1)
-    own = torch.cat(parts, 1).to(device) if parts else None
-    shapes = ranks.gather(None if own is None else (own.shape, own.dtype))
-    rows, dtype = next((shape[0], dtype) for shape, dtype in filter(None, shapes))
-    columns = [one[0][1] if one else 0 for one in shapes]
-    every = [torch.empty(rows, number, dtype=dtype, device=device) for number in columns]
-    if own is not None:
-        every[ranks.rank] = own
-    ranks.exchange_((columns, rank) for rank, columns in enumerate(every))
+        return own
+    columns = ranks.gather(own.shape[1])
+    every = [own.new_empty(len(own), number, device=device) for number in columns]
+    every[ranks.rank] = own.to(device)
+    ranks.exchange_((part, rank) for rank, part in enumerate(every))
     return torch.cat(every, 1).cpu()
-
-
-def _remaining(
-    train: Iterable[Any], done: int, options: TargetOptions, contraction: "_Contraction"
-) -> Iterator[Any]:
-    """Yield the batches after the first ``done`` examples, whose scores are known."""
-    position = 0
-    for batch in train:
-        contraction.skip = max(0, done - position)
-        position += num_examples(split_batch(batch, options)[1]) or 0
-        if position > done:
-            yield batch
 
 
 class _Systems:
@@ -348,10 +318,7 @@ class _Systems:
 
     @cached_property
     def spectra(self) -> PosteriorPrecision:
-        """Each tensor's eigenvectors and eigenvalues of H/(σ²T) + P.
-
-        For exact blocks they are the preconditioner.
-        """
+        """Eigenvectors and eigenvalues of H/(σ²T) + P; they precondition exact blocks."""
         factors, posterior = self.factors, self._posterior
         if self._curvature != "kfac" and not factors.is_corrected:
             group, progress = self.ranks.process_group, self._progress
@@ -375,19 +342,15 @@ class _Systems:
         return spectra
 
     @cached_property
-    def _exact_blocks(self) -> "list[_ExactBlock]":
-        """The exact blocks, of one or several tensors each."""
+    def _rows(self) -> "_Rows":
+        """The rows of the exact blocks, of this rank's training examples."""
         rows, options, driver = _Rows(self.spectra), self._posterior.options, self._driver
         # Use all vectors of the GGN. A learner may have used random signs, to save time.
         if options.fisher == "random_signs":
             self._driver = self._make_driver(options.replace(fisher="exact"))
         self.run(rows, self._train, "Rows of the exact blocks", self._progress)
         self._driver = driver
-        groups: dict[str, list[str]] = {}
-        for name in self.spectra:
-            group = name.rpartition(".")[0] if self._blocks == "layer" else name
-            groups.setdefault(group, []).append(name)
-        return [_ExactBlock(names, rows, self) for names in groups.values()]
+        return rows
 
     def batches(self, data: Iterable[Any]) -> Iterable[Any]:
         """Return the batches, on several ranks only those with examples of this rank."""
@@ -411,9 +374,13 @@ class _Systems:
         if self._curvature != "exact":
             return _precondition(gradients, self.spectra)
         self.ranks.exchange_((g, 0) for g in gradients.values())
+        blocks: dict[str, list[str]] = {}
+        for name in self.spectra:
+            block = name.rpartition(".")[0] if self._blocks == "layer" else name
+            blocks.setdefault(block, []).append(name)
         solved: Gradients = {}
-        for block in self._exact_blocks:
-            solved |= block.solve(gradients)
+        for names in blocks.values():
+            solved |= _solve_exact(names, self._rows, self, gradients)
         return solved
 
     def sample(self, queries: Iterable[Any], measure: Measure) -> str:
@@ -447,13 +414,13 @@ def _measurement(measurement: Measurement, posterior: Posterior) -> Measure:
                 f"measurement={measurement!r} is for classes, but the likelihood is "
                 f"'{likelihood}'. Pass 'loss', or a function of outputs and targets."
             )
-    of_name = {"margin": _margin, "log_odds": _log_odds}
-    function = of_name[measurement] if isinstance(measurement, str) else measurement
+        summary = torch.amax if measurement == "margin" else torch.logsumexp
+        measurement = partial(_label_minus_others, summary=summary)
 
     def gradient(f: Tensor, y: Tensor) -> Tensor:
         with torch.enable_grad():
             f = at_least_float32(f).detach().requires_grad_()
-            m = function(f, y)
+            m = measurement(f, y)
             if m.shape != f.shape[:1]:
                 raise ValueError(
                     f"The measurement of {len(f)} queries has shape {tuple(m.shape)}, but must be "
@@ -464,25 +431,15 @@ def _measurement(measurement: Measurement, posterior: Posterior) -> Measure:
     return gradient
 
 
-def _others(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output of the label (q,), and the outputs with -inf in its place (q, C)."""
+def _label_minus_others(f: Tensor, y: Tensor, summary: Callable[..., Tensor]) -> Tensor:
+    """Return the output of the label minus a summary of the other outputs, (q,)."""
     if f.dim() != 2:
         raise ValueError(
             f"margin and log_odds need outputs (N, C), not {tuple(f.shape)}. Pass a function of "
             "outputs and targets that returns one number for each example."
         )
     index = y.long()[:, None]
-    return f.gather(1, index)[:, 0], f.scatter(1, index, -torch.inf)
-
-
-def _margin(f: Tensor, y: Tensor) -> Tensor:
-    own, others = _others(f, y)
-    return own - others.amax(1)
-
-
-def _log_odds(f: Tensor, y: Tensor) -> Tensor:
-    own, others = _others(f, y)
-    return own - others.logsumexp(1)
+    return f.gather(1, index)[:, 0] - summary(f.scatter(1, index, -torch.inf), 1)
 
 
 def loss_gradient(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
@@ -566,12 +523,7 @@ class _Contraction(_ByParameter):
     def __init__(self, systems: _Systems, solved: Gradients) -> None:
         super().__init__(systems.spectra)
         self._systems, self._solved = systems, solved
-        self.scores: list[Float[Tensor, "Q n"]] = []
-        """Scores of each batch, on the CPU."""
-        self.skip = 0
-        """Number of the next batch's examples whose scores are known."""
-        self.save: Callable[[list[Tensor]], None] = lambda scores: None
-        """Function that may move the scores to a store."""
+        self._of_batches = [next(iter(solved.values()))[:, :0].cpu()]
 
     def vectors(self, of_fisher: Any, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """Yield one vector, the gradient of the objective's training loss, at σ and T."""
@@ -584,14 +536,18 @@ class _Contraction(_ByParameter):
 
     def add(self, subset: slice, gradients: ParameterGradients) -> None:
         """Add one parameter's part."""
-        S = _of_slot(self._solved[gradients.name], gradients)
-        self._batch[:, subset] += _Products([gradients]).inner([S])[:, :, 0]
+        rows = _GradientRows(gradients)
+        self._batch[:, subset] += rows.inner(self._solved[gradients.name])[:, :, 0]
 
     def batch_done(self, f: Tensor, y: Tensor) -> None:
         """Store the batch's scores."""
         super().batch_done(f, y)
-        self.scores.append(self._batch[:, self.skip :].cpu())
-        self.save(self.scores)
+        self._of_batches.append(self._batch.cpu())
+
+    @property
+    def scores(self) -> Float[Tensor, "Q n"]:
+        """Scores of this rank's examples, on the CPU."""
+        return torch.cat(self._of_batches, 1)
 
 
 class _Rows(_ByParameter):
@@ -601,9 +557,9 @@ class _Rows(_ByParameter):
 
     def __init__(self, spectra: PosteriorPrecision) -> None:
         super().__init__(spectra)
-        self.batches: list[list[ParameterGradients]] = []
+        self.batches: list[list[_GradientRows]] = []
         """Gradients of all parameters, for each batch."""
-        self._bytes = 0
+        self._bytes = self._formed_bytes = 0
 
     def begin_batch(self, number: int) -> None:
         """Begin another batch."""
@@ -618,85 +574,64 @@ class _Rows(_ByParameter):
                 f"The exact blocks would store more than {ROW_BYTES >> 30} GiB of inputs and "
                 "output gradients. Pass curvature='ekfac', which stores none."
             )
-        self.batches[-1].append(gradients)
+        rows = _GradientRows(gradients, ROW_BYTES - self._formed_bytes)
+        self._formed_bytes += rows.formed_bytes
+        self.batches[-1].append(rows)
 
 
-class _Products:
-    """Products with the rows g_nv of some parameters' gradients, of the same n examples.
+class _GradientRows:
+    """Gradients g_nv of n examples in one parameter, or in one of its maps.
+
+    With a single position they are b aᵀ, and products with them never form the outer product.
 
     Args:
-        gradients: one for each parameter, or part of a parameter.
+        gradients: the gradients, as factors.
+        most_bytes: bytes up to which gradients of several positions, Σ_r b_r a_rᵀ, are formed once.
+            Larger ones are formed in each product, for a few examples at a time.
     """
 
-    def __init__(self, gradients: list[ParameterGradients]) -> None:
-        self._gradients = gradients
-        _, self._n, _, self._V, _ = gradients[0].uses[0][0].b.shape
+    def __init__(self, gradients: ParameterGradients, most_bytes: int = 0) -> None:
+        P, (use, transposed) = gradients.spectrum.numel(), gradients.uses[0]
+        self.name, self.formed_bytes = gradients.name, 0
+        self._columns = slice(gradients.slot * P, (gradients.slot + 1) * P)
+        self._factors = None
+        if len(gradients.uses) == 1 and use.a is not None and use.b.shape[2] == 1:
+            b, a = use.b[:, :, 0], use.a[:, :, 0].to(use.b.dtype)  # (G, n, V, d_out), (G, n, d_in)
+            sides = (b.shape[-1], a.shape[-1])
+            self._factors = b, a, (len(b), *(sides[::-1] if transposed else sides))
+            self._order = "io" if transposed else "oi"
+            return
+        _, n, _, V, _ = use.b.shape
+        of_example = V * P * use.b.element_size()
+        self._size = max(1, DENSE_BYTES // of_example)
+        parts = [slice(start, start + self._size) for start in range(0, n, self._size)]
+        self._dense: Callable[[], Iterable[Tensor]] = lambda: map(gradients.dense, parts)
+        if n * of_example <= most_bytes:
+            dense, self.formed_bytes = [*self._dense()], n * of_example
+            self._dense = lambda: dense
 
-    def inner(self, S: list[Tensor]) -> Float[Tensor, "Q n V"]:
-        """Return Σ over parameters of ⟨S_q, g_nv⟩, from S (Q, P) of each."""
-        total = S[0].new_zeros(len(S[0]), self._n, self._V)
-        for own, gradients in zip(S, self._gradients, strict=True):
-            if (factored := _one_position(gradients)) is not None:
-                # ⟨S, b aᵀ⟩ = bᵀ (S a), without the outer product.
-                b, a, transposed = factored
-                Sa = _matrices(own, gradients, transposed) @ a.mT  # (Q, G, d_out, n)
-                total += torch.einsum("gnvo,qgon->qnv", b, Sa)
-                continue
-            for some, dense in _dense(gradients):
-                total[:, some] += (own @ dense.flatten(0, 1).mT).unflatten(1, dense.shape[:2])
-        return total
+    def inner(self, S: Float[Tensor, "Q P"]) -> Float[Tensor, "Q n V"]:
+        """Return ⟨S_q, g_nv⟩ for vectors S of the whole parameter."""
+        S = S[:, self._columns]
+        if self._factors is not None:
+            b, a, shape = self._factors
+            S = S.unflatten(1, shape)
+            Sa = torch.einsum(f"qg{self._order},gni->qgno", S, a)
+            return torch.einsum("gnvo,qgno->qnv", b, Sa)
+        return torch.cat(
+            [(S @ g.flatten(0, 1).mT).unflatten(1, g.shape[:2]) for g in self._dense()], 1
+        )
 
-    def outer(self, c: Float[Tensor, "Q n V"]) -> list[Tensor]:
-        """Return Σ_n Σ_v c_qnv g_nv in each parameter, (Q, P)."""
-        sums = []
-        for gradients in self._gradients:
-            P = gradients.spectrum.numel()
-            if (factored := _one_position(gradients)) is not None:
-                b, a, transposed = factored
-                weighted = torch.einsum("qnv,gnvo->qgon", c, b)
-                matrices = weighted @ a  # (Q, G, d_out, d_in)
-                sums.append((matrices.mT if transposed else matrices).reshape(len(c), P))
-                continue
-            total = c.new_zeros(len(c), P)
-            for some, dense in _dense(gradients):
-                total += c[:, some].flatten(1) @ dense.flatten(0, 1)
-            sums.append(total)
-        return sums
-
-
-def _one_position(gradients: ParameterGradients) -> tuple[Tensor, Tensor, bool] | None:
-    """Return factors b (G, n, V, d_out) and a (G, n, d_in) of gradients b aᵀ; None for others."""
-    (use, transposed), *others = gradients.uses
-    if others or use.a is None or use.b.shape[2] != 1:
-        return None
-    return use.b[:, :, 0], use.a[:, :, 0].to(use.b.dtype), transposed
-
-
-def _matrices(
-    S: Float[Tensor, "Q P"], gradients: ParameterGradients, transposed: bool
-) -> Float[Tensor, "Q G d_out d_in"]:
-    """Return flat parameters as matrices."""
-    use, _ = gradients.uses[0]
-    assert use.a is not None
-    G, d_out, d_in = len(use.b), use.b.shape[-1], use.a.shape[-1]
-    S = S.reshape(len(S), G, *((d_in, d_out) if transposed else (d_out, d_in)))
-    return S.mT if transposed else S
-
-
-def _dense(gradients: ParameterGradients) -> Iterator[tuple[slice, Float[Tensor, "n V P"]]]:
-    """Yield the dense gradients, a few examples at a time."""
-    use, _ = gradients.uses[0]
-    _, n, _, V, _ = use.b.shape
-    size = max(1, DENSE_BYTES // (V * gradients.spectrum.numel() * use.b.element_size()))
-    for start in range(0, n, size):
-        some = slice(start, start + size)
-        yield some, gradients.dense(some)
-
-
-def _of_slot(S: Float[Tensor, "Q P"], gradients: ParameterGradients) -> Float[Tensor, "Q p"]:
-    """Return the part of a tensor's vectors that belongs to one of its maps."""
-    p = gradients.spectrum.numel()
-    return S[:, gradients.slot * p : (gradients.slot + 1) * p]
+    def add_outer(self, c: Float[Tensor, "Q n V"], sums: Float[Tensor, "Q P"]) -> None:
+        """Add Σ_n Σ_v c_qnv g_nv to sums of the whole parameter."""
+        sums = sums[:, self._columns]
+        if self._factors is not None:
+            b, a, _ = self._factors
+            cb = torch.einsum("qnv,gnvo->qgno", c, b)
+            sums += torch.einsum(f"qgno,gni->qg{self._order}", cb, a).flatten(1)
+            return
+        for part, g in zip(c.split(self._size, 1), self._dense(), strict=True):
+            sums.addmm_(part.flatten(1), g.flatten(0, 1))
 
 
 # --- queries, and the systems (H + P) S = ∇m ---
@@ -728,44 +663,38 @@ def _precondition(gradients: Gradients, spectra: PosteriorPrecision) -> Gradient
     return solved
 
 
-class _ExactBlock:
-    """One block of H/(σ²T) + P over some tensors, from the stored rows of their gradients.
+def _solve_exact(
+    names: list[str], rows: "_Rows", systems: _Systems, gradients: Gradients
+) -> Gradients:
+    """Return the solutions for one exact block of H/(σ²T) + P over some tensors.
 
     Args:
-        names: the tensors.
+        names: the tensors, whose EKFAC blocks precondition.
         rows: rows of this rank's training examples.
-        systems: the systems; the EKFAC blocks of the tensors precondition.
+        systems: the systems.
+        gradients: query gradients (Q, P) of all tensors.
     """
+    batches = [[g for g in batch if g.name in names] for batch in rows.batches]
 
-    def __init__(self, names: list[str], rows: _Rows, systems: _Systems) -> None:
-        self._names, self._spectra, self._delta = names, systems.spectra, systems.delta
-        self._scale, self._ranks = systems.scale, systems.ranks
-        batches = ([g for g in batch if g.name in names] for batch in rows.batches)
-        self._batches = [batch for batch in batches if batch]
+    def split(v: Tensor) -> Gradients:
+        sizes = [gradients[name].shape[1] for name in names]
+        return dict(zip(names, v.split(sizes, 1), strict=True))
 
-    def solve(self, gradients: Gradients) -> Gradients:
-        """Return the solutions for query gradients."""
-        b = torch.cat([gradients[name] for name in self._names], 1)
-        x = conjugate_gradients(self._matvec, self._precondition, b, ", ".join(self._names))
-        return self._split(x)
-
-    def _matvec(self, v: Tensor) -> Tensor:
-        parts = self._split(v)
+    def matvec(v: Tensor) -> Tensor:
+        parts = split(v)
         Hv = {name: torch.zeros_like(part) for name, part in parts.items()}
-        for batch in self._batches:
-            products = _Products(batch)
-            c = self._scale * products.inner([_of_slot(parts[g.name], g) for g in batch])
-            for g, added in zip(batch, products.outer(c), strict=True):
-                _of_slot(Hv[g.name], g).add_(added)
-        self._ranks.sum_(Hv.values())
-        return torch.cat([Hv[name] + self._delta[name] * parts[name] for name in parts], 1)
+        for batch in filter(None, batches):
+            c = systems.scale * torch.stack([g.inner(parts[g.name]) for g in batch]).sum(0)
+            for g in batch:
+                g.add_outer(c, Hv[g.name])
+        systems.ranks.sum_(Hv.values())
+        return torch.cat([Hv[name] + systems.delta[name] * parts[name] for name in names], 1)
 
-    def _precondition(self, v: Tensor) -> Tensor:
-        return torch.cat([*_precondition(self._split(v), self._spectra).values()], 1)
+    def precondition(v: Tensor) -> Tensor:
+        return torch.cat([*_precondition(split(v), systems.spectra).values()], 1)
 
-    def _split(self, v: Tensor) -> Gradients:
-        sizes = [self._spectra[name][0].numel for name in self._names]
-        return dict(zip(self._names, v.split(sizes, 1), strict=True))
+    b = torch.cat([gradients[name] for name in names], 1)
+    return split(conjugate_gradients(matvec, precondition, b, ", ".join(names)))
 
 
 def conjugate_gradients(
@@ -787,16 +716,17 @@ def conjugate_gradients(
     z = precondition(r)
     p, rz = z, (r * z).sum(1, keepdim=True)
     for _ in range(MOST_ITERATIONS):
-        active = r.norm(dim=1) > tolerance
-        if not active.any():
+        active = (r.norm(dim=1) > tolerance).nonzero()[:, 0]
+        if not len(active):
             return x
-        q = matvec(p)
-        # Solved rows stay unchanged: their directions are zero, or would divide zero by zero.
-        alpha = torch.where(active[:, None], rz / (p * q).sum(1, keepdim=True), 0.0)
-        x, r = x + alpha * p, r - alpha * q
-        z = precondition(r)
-        before, rz = rz, (r * z).sum(1, keepdim=True)
-        p = z + torch.where(active[:, None], rz / before, 0.0) * p
+        direction = p[active]  # of the rows that are not solved yet
+        q = matvec(direction)
+        alpha = rz[active] / (direction * q).sum(1, keepdim=True)
+        x[active] += alpha * direction
+        r[active] -= alpha * q
+        z = precondition(r[active])
+        before, rz[active] = rz[active], (r[active] * z).sum(1, keepdim=True)
+        p[active] = z + rz[active] / before * direction
     worst = float((r.norm(dim=1) / b.norm(dim=1).clamp(min=1e-300)).max())
     warnings.warn(
         f"The conjugate gradients of {name} have a relative residual of {worst:.1e} after "

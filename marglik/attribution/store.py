@@ -2,14 +2,12 @@
 
 ``influence.json`` identifies the computation by checksums of the network, the posterior, the data
 and the options. The queries come in chunks. A chunk has the solutions S_q of its queries
-(``solved-CHUNK.safetensors``, until its scores are complete). Its scores come in several files
-(``scores-CHUNK-PART.safetensors``), in the order of the training examples. All files are written
-atomically, with checksums.
+(``solved-CHUNK.safetensors``, until its scores are complete), and then its scores
+(``scores-CHUNK.safetensors``). All files are written atomically, with checksums.
 """
 
 import hashlib
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,6 @@ from marglik.posterior.posterior import Posterior
 from marglik.storage.record_files import read_record, write_record
 
 RECORD = "influence.json"
-SECONDS = 60.0
-"""Minimum time between two parts of the scores."""
 
 
 class ScoreStore:
@@ -62,11 +58,7 @@ class ScoreStore:
         self.folder = Path(folder)
         if ranks.size > 1:
             self.folder /= f"rank-{ranks.rank}-of-{ranks.size}"
-        of_train, sizes = data_identity(train, options)
-        identity = identity | {"the training data": of_train}
-        self.num_train = sum(sizes)
-        """Number of training examples."""
-        self._last = time.monotonic()
+        identity = identity | {"the training data": data_identity(train, options)[0]}
         before = read_record(self.folder / RECORD).get("identity", identity)
         if other := [name for name in identity if before.get(name) != identity[name]]:
             raise ValueError(
@@ -76,15 +68,22 @@ class ScoreStore:
         remove_leftovers(self.folder)
         write_record(self.folder / RECORD, {"identity": identity})
 
-    def scores(self, chunk: int) -> tuple[list[Tensor], int]:
-        """Return the parts of a chunk's scores (Q, n), and the number of its queries' batches."""
-        paths = sorted(self.folder.glob(f"scores-{chunk:05}-*.safetensors"))
-        files = [read_tensors(path, kind="scores") for path in paths]
-        return [one["scores"] for one, _ in files], int(files[0][1]["batches"]) if files else 0
+    def scores(self, chunk: int) -> tuple[Tensor | None, int]:
+        """Return a chunk's scores (Q, n), None if there are none; and its queries' batches."""
+        path = self._path("scores", chunk)
+        if not path.exists():
+            return None, 0
+        tensors, record = read_tensors(path, kind="scores")
+        return tensors["scores"], int(record["batches"])
+
+    def save_scores(self, chunk: int, scores: Tensor, batches: int) -> None:
+        """Write a chunk's scores, in place of its solutions S_q."""
+        write_tensors(self._path("scores", chunk), {"scores": scores}, {"batches": str(batches)})
+        self._path("solved", chunk).unlink(missing_ok=True)
 
     def solved(self, chunk: int, device: torch.device) -> dict[str, Tensor] | None:
         """Return a chunk's solutions S_q; None if there are none."""
-        path = self._solved(chunk)
+        path = self._path("solved", chunk)
         return read_tensors(path, device, kind="gradients")[0] if path.exists() else None
 
     def save_solved(self, chunk: int, solved: dict[str, Tensor]) -> None:
@@ -92,33 +91,10 @@ class ScoreStore:
         # Copy them, because the solutions of a block with several tensors are parts of one tensor.
         whole = torch.contiguous_format
         copies = {name: S.clone(memory_format=whole) for name, S in solved.items()}
-        write_tensors(self._solved(chunk), copies)
+        write_tensors(self._path("solved", chunk), copies)
 
-    def saver(self, chunk: int, start: int, batches: int) -> Callable[[list[Tensor]], None]:
-        """Return a function that moves a chunk's new scores, a list of (Q, n), to the store.
-
-        It writes them at most once in `SECONDS`, and at the end. ``start`` is the number of
-        training examples with stored scores, ``batches`` is the number of the queries' batches.
-        """
-        done = start
-
-        def save(new: list[Tensor]) -> None:
-            nonlocal done
-            end = done + sum(part.shape[1] for part in new)
-            if end < self.num_train and time.monotonic() - self._last < SECONDS:
-                return
-            # The number of the first example has ten digits, so that sorted names are in order.
-            path = self.folder / f"scores-{chunk:05}-{done:010}.safetensors"
-            write_tensors(path, {"scores": torch.cat(new, 1)}, {"batches": str(batches)})
-            done, self._last = end, time.monotonic()
-            new.clear()
-            if end == self.num_train:
-                self._solved(chunk).unlink(missing_ok=True)
-
-        return save
-
-    def _solved(self, chunk: int) -> Path:
-        return self.folder / f"solved-{chunk:05}.safetensors"
+    def _path(self, kind: str, chunk: int) -> Path:
+        return self.folder / f"{kind}-{chunk:05}.safetensors"
 
 
 def posterior_identity(posterior: Posterior, factors: KroneckerFactors) -> dict[str, str]:
