@@ -1,31 +1,25 @@
-"""`PriorLearner`: the same decays from all entries, the average, what it says, its state."""
+"""`PriorLearner`: the average of its steps, what it says, its state and its options."""
 
 import warnings
 from copy import deepcopy
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
+from kfac_backend.likelihoods import Classification
 from marglik import (
     Hyperparameters,
     Posterior,
     PriorGroups,
     PriorLearner,
     laplace_predictive,
-    marglik_training,
     update_prior,
 )
-from marglik.application.runs.config import RunConfig
-from marglik.application.runs.optimizers import OptimizerConfig
-from marglik.application.runs.setup import Setup
-from marglik.application.runs.trainings import Training, train_network
-from marglik.data import Splits
-from marglik.storage.checkpoint import Checkpoints
+from marglik.prediction.calibration import HeldOut, scaled_loss
 from marglik.training import algorithm
 from marglik.training import average as average_module
 from marglik.training.average import WeightAverage
@@ -42,43 +36,6 @@ from tests.marglik.plain_loop import learn
 from tests.marglik.states import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def test_all_entries_learn_the_same_decays_by_default(tmp_path, monkeypatch):
-    """README's first call, `PriorLearner`, and what `marglik train` does with its defaults."""
-    epochs, rate = 6, {"lr": 0.05, "momentum": 0.9, "nesterov": True}
-    data = DataLoader(dataset(), 8)
-
-    model, prior = network(), PriorLearner("classification")
-    learn(model, torch.optim.SGD(model.parameters(), **rate), prior, data, epochs)
-    expected = prior.weight_decays()
-    assert len(set(expected.tolist())) == len(expected)
-
-    drop_in = network()
-    laplace, *_ = marglik_training(
-        drop_in, data, optimizer_cls=torch.optim.SGD, optimizer_kwargs=rate, n_epochs=epochs
-    )
-    assert_close(laplace.prior_precision.double() / len(dataset()), expected, rtol=1e-6, atol=0)
-    for p, q in zip(model.parameters(), drop_in.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-    x, y = dataset().tensors
-    command = network()
-    setup = Setup(
-        splits=Splits((x, y), None, (x, y), "made"),
-        model=command, optimizer=OptimizerConfig(lr=0.05),
-        run=RunConfig(epochs=epochs, batch_size=8, progress=False),
-        fabric=Fabric(accelerator="cpu", devices=1),
-    )  # fmt: skip
-    in_order = DataLoader(dataset(), 8)  # without the command's shuffle
-    monkeypatch.setattr("marglik.application.runs.trainings._batches", lambda *_: in_order)
-    learned = Training("learned", lambda: command, 0, Checkpoints(tmp_path))
-    _, result = train_network(setup, learned)
-    assert_close(
-        result.laplace.prior_precision.double() / len(dataset()), expected, rtol=1e-6, atol=0
-    )
-    for p, q in zip(model.parameters(), command.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 def with_norm():
@@ -264,16 +221,9 @@ def test_early_stopping_ends_with_the_network_that_was_validated_best():
             waited = 0 if losses[-1] == min(losses) else waited + 1
             state = state if waited else deepcopy(model.state_dict())
         assert losses[-1] == prior.validation_loss(held_out)  # of the average, within it or not
-        # By brute force, with the priors of calibration on τ and ε.
-        grid = torch.logspace(-2, 2, 401, dtype=torch.float64)[:, None]
-        eps = torch.linspace(0, 0.9, 91, dtype=torch.float64)
-        p = torch.softmax(f / grid[..., None], -1)[:, torch.arange(20), y[:20]]  # (τ, N)
-        q = (1 - eps[:, None, None]) * p + eps[:, None, None] / 3
-        prior_of = 3 * grid.log().square()[:, 0] / 2 + 0.5 * torch.log1p(1000 * eps)[:, None]
-        beyond = (0.5 / (1 - eps)).log().clamp(min=0)[:, None]
-        nll = -q.log().sum(-1)
-        at = (nll + prior_of + 16 * beyond.square()).argmin()
-        assert losses[-1] == pytest.approx(nll.flatten()[at].item() / 20, abs=5e-3)
+        no_spread = torch.zeros_like(f)[:, None]
+        data_of_average = HeldOut(Classification(), f, no_spread, y[:20], is_sampled=True)
+        assert losses[-1] == pytest.approx(scaled_loss(data_of_average), abs=1e-6)
     assert len(losses) > 5 and losses.index(min(losses)) == len(losses) - 5
     assert raw_losses[-1] > losses[-1]
     model.load_state_dict(state)

@@ -1,14 +1,16 @@
-"""All ways of training learn what a likelihood leaves open, and keep it: saved and loaded, too."""
+"""All ways of training learn the same decays and open numbers by default, and keep them."""
 
 import logging
 import warnings
 from functools import partial
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,10 +27,11 @@ from marglik import (
     maximize_evidence,
     save_posterior,
 )
-from marglik.application.runs.config import PriorConfig, RunConfig
+from marglik.application.runs import trainings
+from marglik.application.runs.config import RunConfig
 from marglik.application.runs.optimizers import OptimizerConfig
 from marglik.application.runs.setup import Setup
-from marglik.application.runs.trainings import Training, train_network
+from marglik.application.runs.trainings import Training
 from marglik.callbacks.lightning import MarginalLikelihood
 from marglik.data import Splits
 from marglik.storage.checkpoint import Checkpoints
@@ -36,8 +39,8 @@ from tests.marglik.plain_loop import learn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-N, D, EPOCHS, LR = 24, 3, 2, 0.01
-OPTIONS = {"every": 1, "steps": 2, "average": None}
+N, D, EPOCHS = 24, 3, 2
+SGD = {"lr": 0.01, "momentum": 0.9, "nesterov": True}
 OUTPUTS = {
     "classification": 3,
     "noisy_classification(noise=0.2)": 3,
@@ -93,23 +96,23 @@ def batches(text):
     return DataLoader(TensorDataset(*data(text)), 8)
 
 
-def adam(model):
-    return torch.optim.Adam(model.parameters(), LR)
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), **SGD)
 
 
 def in_a_plain_loop(text, folder):
-    model, prior = network(text), PriorLearner(text, **OPTIONS)
+    model, prior = network(text), PriorLearner(text)
 
     def loss(f, y):
         return prior.likelihood.loss(f, y) / len(f)
 
-    return learn(model, adam(model), prior, batches(text), EPOCHS, loss=loss).posterior
+    return learn(model, sgd(model), prior, batches(text), EPOCHS, loss=loss).posterior
 
 
 def with_online_training(text, folder):
     model = network(text)
-    learner = PriorLearner(text, epochs=EPOCHS, **OPTIONS)
-    return OnlineTraining(model, adam(model), batches(text), learner).run().laplace
+    learner = PriorLearner(text, epochs=EPOCHS)
+    return OnlineTraining(model, sgd(model), batches(text), learner).run().laplace
 
 
 def resumed(text, folder):
@@ -121,8 +124,8 @@ def resumed(text, folder):
 
     for on_record in (stop, None):
         model = network(text)
-        learner = PriorLearner(text, epochs=EPOCHS, **OPTIONS)
-        training = OnlineTraining(model, adam(model), batches(text), learner, on_record=on_record)
+        learner = PriorLearner(text, epochs=EPOCHS)
+        training = OnlineTraining(model, sgd(model), batches(text), learner, on_record=on_record)
         try:
             return training.run(Checkpoints(folder / "checkpoints", minutes=0)).laplace
         except KeyboardInterrupt:
@@ -131,8 +134,8 @@ def resumed(text, folder):
 
 def with_marglik_training(text, folder):
     return marglik_training(
-        network(text), batches(text), text, optimizer_kwargs={"lr": LR}, n_epochs=EPOCHS,
-        n_hypersteps=2, marglik_frequency=1, average=None,
+        network(text), batches(text), text, optimizer_cls=torch.optim.SGD, optimizer_kwargs=SGD,
+        n_epochs=EPOCHS,
     )[0]  # fmt: skip
 
 
@@ -141,16 +144,17 @@ def with_the_command(text, folder):
     model = network(text)
     setup = Setup(
         splits=Splits((x, y), None, (x, y), "made"),
-        model=model, optimizer=OptimizerConfig("adamw", lr=LR), prior=PriorConfig(**OPTIONS),
+        model=model, optimizer=OptimizerConfig(lr=SGD["lr"]),
         run=RunConfig(epochs=EPOCHS, batch_size=8, progress=False),
         fabric=Fabric(accelerator="cpu", devices=1), likelihood=likelihood_of(text),
     )  # fmt: skip
     learned = Training("learned", lambda: model, 0, Checkpoints(folder / "checkpoints"))
-    return train_network(setup, learned)[1].laplace
+    with patch.object(trainings, "_batches", lambda *_: batches(text)):  # without its shuffle
+        return trainings.train_network(setup, learned)[1].laplace
 
 
 def with_lightning(text, folder):
-    prior = MarginalLikelihood(text, network="net", **OPTIONS)
+    prior = MarginalLikelihood(text, network="net")
 
     class Module(L.LightningModule):
         def __init__(self):
@@ -162,7 +166,7 @@ def with_lightning(text, folder):
             return prior.learner.likelihood.loss(self.net(x), y) / len(x)
 
         def configure_optimizers(self):
-            return adam(self)
+            return sgd(self)
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     L.Trainer(
@@ -185,6 +189,9 @@ def with_hugging_face(text, folder):
             return {"logits": self.net(x)}
 
     class Trainer(transformers.Trainer):
+        def _get_train_sampler(self, *args, **kwargs):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             f, y = model(inputs["x"])["logits"], inputs["labels"]
             return prior.learner.likelihood.loss(f, y) / len(f)
@@ -193,13 +200,14 @@ def with_hugging_face(text, folder):
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=8,
         use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no", save_strategy="no",
-        remove_unused_columns=False,
+        remove_unused_columns=False, max_grad_norm=0.0,
     )  # fmt: skip
+    optimizer = sgd(model)
     trainer = Trainer(
         model, arguments, train_dataset=[{"x": x, "labels": y} for x, y in examples],
-        optimizers=(adam(model), None),
+        optimizers=(optimizer, LambdaLR(optimizer, lambda step: 1.0)),
     )  # fmt: skip
-    prior = MarginalLikelihood.attached(trainer, text, **OPTIONS)
+    prior = MarginalLikelihood.attached(trainer, text)
     trainer.train()
     return prior.posterior
 
@@ -231,21 +239,30 @@ def after_training(text, folder):
     return posterior
 
 
-WAYS = [
+TRAININGS = [
     with_online_training, resumed, with_marglik_training, with_the_command,
-    with_lightning, with_hugging_face, after_training,
+    with_lightning, with_hugging_face,
 ]  # fmt: skip
 # Each likelihood in one way; in each other way one of classes, one with σ, one with two numbers.
 CASES = [(text, in_a_plain_loop) for text in OUTPUTS]
-CASES += [(text, way) for text in ("classification", "regression", "student_t") for way in WAYS]
+CASES += [(text, way) for text in ("classification", "regression", "student_t")
+          for way in [*TRAININGS, after_training]]  # fmt: skip
 CASES += [(text, with_estimators) for text in ESTIMATORS]
 
 
 @pytest.mark.parametrize(("text", "way"), CASES, ids=lambda case: getattr(case, "__name__", case))
-def test_what_is_learned_is_kept(text, way, tmp_path):
+def test_what_is_learned_is_the_same_and_kept(text, way, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         posterior = way(text, tmp_path)
+        plain = in_a_plain_loop(text, tmp_path) if way in TRAININGS else None
+    if plain is not None:
+        # Callbacks read the loader's own batches, for which the signs of estimates are others.
+        rtol = 1e-4 if way in (with_lightning, with_hugging_face) else 1e-6
+        assert_close(posterior.mean, plain.mean, rtol=1e-7, atol=1e-9)
+        found, expected = posterior.prior_precision.double(), plain.prior_precision.double()
+        assert_close(found, expected, rtol=rtol, atol=0)
+        assert found[0] != found[1]  # learned
     likelihood, given = posterior.likelihood, likelihood_of(text)
     # What was left open has moved, and what was given has not.
     start, moves = given.to_learn(), [0.0]
