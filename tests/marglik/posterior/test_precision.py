@@ -283,38 +283,6 @@ def test_the_rest_of_marglik_works_over_it(structure):
         posterior.output_distribution(x, "first")
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_parts_that_laplace_torch_names(structure):
-    la = Laplace(network(), "regression", "all", structure, prior_precision=DELTA, sigma_noise=0.6)
-    theta = torch.randn(26).double()
-    delta = DELTA.repeat_interleave(torch.tensor([12, 4, 8, 2]))
-    prior = torch.distributions.Normal(0.0, delta.rsqrt())
-    assert_close(la.log_prob(theta), prior.log_prob(theta).sum())
-    x = data("regression")[0]
-    la.fit([data("regression")])
-    dense = Dense(la, delta)
-    normal = torch.distributions.MultivariateNormal(dense.theta, precision_matrix=dense.precision)
-    assert_close(la.log_prob(theta), normal.log_prob(theta))
-    assert_close(la.posterior_covariance, dense.covariance)
-    assert_close(la.posterior_variance, dense.covariance.diagonal())
-    assert_close(la.prior_precision_diag, delta)
-    assert_close(la.log_det_prior_precision, delta.log().sum())
-    assert_close(la.log_det_posterior_precision, torch.linalg.slogdet(dense.precision)[1])
-    J, f = la.jacobians(x)
-    assert_close(J, dense.jacobian(la.model, x))
-    assert_close(la.functional_variance(J), J @ dense.covariance @ J.mT)
-    rows = J.flatten(0, 1)
-    assert_close(la.functional_covariance(J), rows @ dense.covariance @ rows.mT)
-    mean, joint = la(x, joint=True)
-    assert_close((mean, joint), (f.flatten(), rows @ dense.covariance @ rows.mT))
-    if structure == "kron":
-        return
-    generator = torch.Generator().manual_seed(0)
-    wrong = torch.distributions.MultivariateNormal(dense.theta, dense.H + delta.diag())
-    assert not torch.allclose(la.log_prob(theta), wrong.log_prob(theta), rtol=0.1)
-    assert la.sample(2, generator).shape == (2, 26)
-
-
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 def test_the_matrix_is_the_one_that_fisher_names(fisher):
     """The empirical Fisher of each example's gradient; labels that are drawn, on average."""

@@ -77,20 +77,6 @@ def lazily(*args):
     return torch.utils.data.DataLoader(Lazy(*args), 16)
 
 
-def mapping(number, seed):
-    x, y = data(number, seed)
-    return {"features": {"a": x[:, :2], "b": x[:, 2:]}, "labels": y}
-
-
-class OfMapping(nn.Sequential):
-    def forward(self, batch):
-        return super().forward(torch.cat([*batch["features"].values()], 1))
-
-
-def of_mapping():
-    return OfMapping(*network())
-
-
 def parts(make):
     """The fit's data, a part of it among other data, and other data alone."""
     return [make(60, 1)], [make(60, 1), make(30, 2)], [make(90, 3)]
@@ -99,7 +85,6 @@ def parts(make):
 OF_FITS = {
     # Name: the network; the fit's data; validation data with a part of it, and without; the part.
     "tensors": (network, *parts(data), 60),
-    "a mapping": (of_mapping, *parts(mapping), 60),
     "tokens": (
         Tokens, [sentences(60, 1)], [sentences(60, 1, 12), sentences(30, 2)], [sentences(90, 3)], 60
     ),
