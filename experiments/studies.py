@@ -76,7 +76,7 @@ def study(
         chosen = list(default or problems)
         parser.add_argument(
             "--data", nargs="*", choices=list(problems), default=chosen,
-            help=f"problems or parts; default: {', '.join(chosen)}",
+            help=f"problems or parts; default: {', '.join(chosen)}".replace("%", "%%"),
         )  # fmt: skip
     if seeds is not None:
         parser.add_argument(
