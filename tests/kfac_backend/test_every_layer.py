@@ -14,7 +14,14 @@ from kfac_backend import kronecker_factors
 from kfac_backend.engine.batches import examples
 from kfac_backend.optimizer.training_pass import TrainingPass
 from kfac_backend.options import CurvatureOptions
-from tests.kfac_backend.block_checks import MODES, assert_blocks, batch_of, targets_of
+from tests.kfac_backend.block_checks import (
+    MODES,
+    assert_blocks,
+    assert_same,
+    batch_of,
+    factors_of,
+    targets_of,
+)
 from tests.kfac_backend.layer_cases import CASES, case, runs
 from tests.oracles import empirical_fisher_blocks, ggn_blocks, kfac_blocks_from_uses, loss_hessians
 from tests.random_numbers import error
@@ -25,7 +32,7 @@ ALIKE = {
     "LayerNorm, as many channels as columns", "LayerNorm in a derived layer",
     "RMSNorm over channels",
     "LayerNorm", "LayerNorm twice", "RMSNorm", "BatchNorm2d", "GroupNorm", "InstanceNorm1d",
-    "BatchNorm3d", "SyncBatchNorm", "InstanceNorm3d", "adaptive softmax",
+    "SyncBatchNorm", "adaptive softmax",
     "PReLU", "PReLU twice", "own parameters", "two norms, one weight", "no rule",
     "Bilinear of what one layer computes",
 }  # fmt: skip
@@ -131,3 +138,10 @@ def test_every_way_gives_the_same_blocks(name):
     left = factors(mode, all_of_it)
     assert not set(frozen) & set(left.blocks)
     assert_blocks(left, {n: dense[n] for n in left.blocks})
+
+
+def test_a_stack_that_takes_a_fast_path_without_gradients():
+    model, batch = case("stack of encoder layers")
+    expected = factors_of(model, [batch], "reduce")
+    with torch.no_grad():
+        assert_same(factors_of(model, [batch], "reduce"), expected)

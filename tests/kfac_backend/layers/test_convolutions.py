@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kfac_backend.layers import Rule, Use, patch_gram
+from kfac_backend.layers import Rule, Use
 from kfac_backend.layers.convolution import ConvolutionRule, ConvTransposeRule
-from kfac_backend.layers.patch_gram import PatchGram
-from kfac_backend.layers.window import windows
 from tests.kfac_backend.block_checks import MODES
-from tests.random_numbers import error, normal
+from tests.random_numbers import error
 from tests.uses import watched
 
 SIZES = {
@@ -153,27 +151,6 @@ def test_any_shape(layer, mode):
     a, vectors = some_vectors(layer, size)
     assert_sums(rule_type, layer, mode, a, vectors)
     assert_gradients(rule_type, layer, a, vectors, layer)
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_unfolds_some_images_at_a_time(monkeypatch, groups):
-    layer, images = nn.Conv3d(2, 2, 2, padding=1, groups=groups), normal(5, 2, 3, 2, 3)
-
-    def gram(patch_bytes):
-        monkeypatch.setitem(patch_gram.PATCH_BYTES, "cpu", patch_bytes)
-        added, total = [], PatchGram(layer.weight, layer.kernel_size, groups)
-        add = total.add
-        monkeypatch.setattr(total, "add", lambda rows: added.append(rows.shape[1]) or add(rows))
-        total.add_images(images, *windows(layer, images))
-        return added, total.total()
-
-    R = 4 * 3 * 4
-    one_by_one, some, all_at_once = gram(1), gram(2 * R * 16 * 8 + 1), gram(2**30)
-    assert one_by_one[0] == [R] * 5
-    assert some[0] == [2 * R, 2 * R, R]
-    assert all_at_once[0] == [5 * R]
-    assert_close(one_by_one[1], all_at_once[1])
-    assert_close(some[1], all_at_once[1])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -40,28 +40,6 @@ def pooled_circular_convolutions():
     ]
 
 
-def circular_lines():
-    options = {"padding": 1, "padding_mode": "circular"}
-    layers = [nn.Conv1d(2, 3, 3, **options), nn.Conv1d(3, 4, 3, **options)]
-    return [*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten()]
-
-
-def pooled_volumes():
-    layers = [nn.Conv3d(2, 3, 2, stride=2), nn.AdaptiveAvgPool3d(1)]
-    return [*layers, nn.Flatten(), nn.Linear(3, 2)]
-
-
-def upsampled_images():
-    """An output per pixel, made of one input pixel as the kernel is the stride."""
-    return [nn.Conv2d(2, 3, 1), nn.ConvTranspose2d(3, 2, 2, stride=2), pixels_last()]
-
-
-def averaged_lines():
-    """All input pixels of the transposed convolution write the same onto the mean."""
-    layers = [nn.Conv1d(2, 3, 1), nn.ConvTranspose1d(3, 2, 3, stride=2)]
-    return [*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten()]
-
-
 def pointwise_convolutions():
     return [nn.Conv2d(3, 4, 1, bias=False), nn.Conv2d(4, 2, 1, bias=False), pixels_last()]
 
@@ -84,15 +62,7 @@ CASES = {
     "deep, scaled sum": ("reduce", lambda: summed(DEEP, -2.5), (5, 3, 4)),
     "two shared axes, sum": ("reduce", lambda: summed(DEEP, 0.7), (5, 3, 2, 4)),
     "convolution, average pooling": ("reduce", pooled_convolution, (5, 3, 6, 5)),
-    "circular convolutions, average pooling": (
-        "reduce",
-        pooled_circular_convolutions,
-        (5, 3, 4, 5),
-    ),
-    "circular convolutions of lines": ("reduce", circular_lines, (4, 2, 5)),
-    "convolution of volumes": ("reduce", pooled_volumes, (4, 2, 4, 3, 2)),
-    "transposed convolution, kernel = stride": ("expand", upsampled_images, (3, 2, 3, 2)),
-    "transposed convolution, averaged": ("reduce", averaged_lines, (4, 2, 4)),
+    "circular convolutions, pooled": ("reduce", pooled_circular_convolutions, (5, 3, 4, 5)),
     "pointwise convolutions, an output per pixel": ("expand", pointwise_convolutions, (5, 3, 3, 2)),
 }
 

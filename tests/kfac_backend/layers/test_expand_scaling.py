@@ -105,24 +105,6 @@ def test_steps_of_training(damping_on):
         assert_close(scaled[name], g)
 
 
-@pytest.mark.parametrize("damping_on", ["factors", "product"])
-def test_with_equal_positions_expand_is_reduce_at_a_lower_damping_and_rate(damping_on):
-    """R times lower both, as `experiments.optimizers.steps_to_target` searches for graphs."""
-    model, x, y = tokens()
-    equal, R = x[:, :1].expand(-1, 4, -1).clone(), 4
-    reduce = step(model, equal, y, kfac_approx="reduce", damping_on=damping_on)[1]
-    options = {"kfac_approx": "expand", "damping_on": damping_on}
-    lower = step(model, equal, y, damping=0.1 / R, **options)[1]
-    same = step(model, equal, y, **options)[1]
-    for name, g in reduce.items():
-        assert_close(lower[name] / R, g)
-        assert error(same[name] / R, g) > 0.1
-    # The modes differ where positions do.
-    lower = step(model, x, y, damping=0.1 / R, **options)[1]
-    reduce = step(model, x, y, kfac_approx="reduce", damping_on=damping_on)[1]
-    assert error(lower["first.weight"] / R, reduce["first.weight"]) > 0.1
-
-
 def test_predictives_corrected_eigenvalues_and_laplace_torch():
     model, x, y = tokens()
     data, blocks = [(x, y)], kfac_blocks(model, x, "classification", "expand", "examples")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kfac_backend.layers import patch_gram
-from kfac_backend.layers.patch_gram import PatchGram, cheapest_method
+from kfac_backend.layers.patch_gram import PatchGram
 from kfac_backend.layers.window import patch_sums, windows
 from tests.kfac_backend.layers.test_convolutions import layers
 
@@ -73,6 +73,8 @@ def test_any_geometry(drawn, channels_last):
     assert_equal(sums.flatten(1), patches.sum(1))
     rows = patches.flatten(0, 1)
     with pytest.MonkeyPatch.context() as monkeypatch:
+        # Patches of some images at a time, or of all.
+        monkeypatch.setitem(patch_gram.PATCH_BYTES, "cpu", 1 if channels_last else 2**30)
         for way in WAYS:
             if possible(way, layer):
                 assert_equal(gram(layer, images, way, monkeypatch), rows.T @ rows)
@@ -89,22 +91,6 @@ def test_borders_matter(way, monkeypatch):
     assert (wrong - patches.T @ patches).norm() > 0.05 * (patches.T @ patches).norm()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_sizes_may_change_and_totals_be_asked_for_in_between(way, monkeypatch):
-    layer = nn.Conv2d(3, 2, 3, padding=1)
-    images = [torch.randn(2, 3, size, 6, dtype=torch.float64) for size in (5, 7, 7, 5)]
-    monkeypatch.setattr(patch_gram, "cheapest_method", lambda *a: way)
-    total, expected = PatchGram(layer.weight, (3, 3)), torch.zeros(27, 27, dtype=torch.float64)
-    for image in images:
-        total.add_images(image, *windows(layer, image))
-        rows = unfolded(layer, image).flatten(0, 1)
-        expected += rows.T @ rows
-        for _ in range(2):
-            found = total.total()
-            assert found is not None
-            assert_equal(found[0], expected)
-
-
 def test_frequencies_round_as_shifts_do(monkeypatch):
     """In float32, with a mean far from zero, as after a ReLU."""
     layer = nn.Conv2d(16, 2, 3, padding=1)
@@ -116,22 +102,3 @@ def test_frequencies_round_as_shifts_do(monkeypatch):
         for way in WAYS
     }
     assert errors["frequencies"] < 1e-6 and errors["frequencies"] < 5 * errors["shifts"], errors
-
-
-@pytest.mark.parametrize(
-    ("channels", "size", "options", "way"),
-    [
-        (3, 8, {"kernel_size": 3, "padding": 1}, "unfold"),
-        (64, 32, {"kernel_size": 3, "padding": 1}, "frequencies"),
-        (64, 32, {"kernel_size": 3, "padding": 1, "stride": 2}, "unfold"),
-        (8, 16, {"kernel_size": 5, "padding": 2}, "frequencies"),
-        (8, 4, {"kernel_size": 3}, "unfold"),
-        # LeNet's second layer: without padding, the border's copies cost more than all products.
-        (6, 14, {"kernel_size": 5}, "unfold"),
-        (64, 16, {"kernel_size": 3}, "frequencies"),
-    ],
-)
-def test_the_cheapest_method_is_taken(channels, size, options, way):
-    layer = nn.Conv2d(channels, 8, **options)
-    y, x = windows(layer, torch.empty(32, channels, size, size, device="meta"))
-    assert cheapest_method(32, channels, y, x, "cpu") == way

@@ -55,22 +55,15 @@ def in_front(m, x):
     return mixed(m, x, (m.stack @ x[:, None].mT).mT.movedim(1, 2))
 
 
-def with_experts(m, x):
-    each = x[:, :, None].expand(-1, -1, E, -1)
-    return mixed(m, x, torch.einsum("nrei,eio->nreo", each, m.stack))
-
-
 DENSE = {
     # Each expert sees all positions: the function, and whether the stack is (E, d_in, d_out).
     "bmm": (batched, True),
     "matmul": (lambda m, x: mixed(m, x, (x[:, None] @ m.stack).movedim(1, 2)), True),
-    "matmul, turned": (lambda m, x: mixed(m, x, (x[:, None] @ m.stack.mT).movedim(1, 2)), False),
     "matmul, in front": (in_front, False),
     "einsum": (lambda m, x: mixed(m, x, torch.einsum("nri,eio->nreo", x, m.stack)), True),
     "einsum, in front": (
         lambda m, x: mixed(m, x, torch.einsum("e o i, n r i -> n r e o", m.stack, x)), False,
     ),
-    "einsum of experts' inputs": (with_experts, True),
     "one by one": (
         lambda m, x: mixed(m, x, torch.stack([F.linear(x, w) for w in m.stack], 2)), False,
     ),

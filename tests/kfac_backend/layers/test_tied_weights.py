@@ -8,7 +8,7 @@ from torch import nn
 
 from kfac_backend import kronecker_factors
 from tests.kfac_backend.block_checks import MODES, assert_blocks, randomize
-from tests.kfac_backend.layers import tied_models
+from tests.kfac_backend.layer_cases import language_model, two_layers
 from tests.kfac_backend.networks import Model
 from tests.oracles import ggn_blocks
 from tests.random_numbers import error, normal
@@ -17,8 +17,8 @@ from tests.uses import blocks_of_uses
 IGNORED = -100
 
 
-TWO_LAYERS = tied_models.two_layers, normal(3, 3, 3)
-LANGUAGE_MODEL = tied_models.language_model, torch.tensor([[0, 1, 2], [4, 4, 3], [1, 0, 0]])
+TWO_LAYERS = two_layers, normal(3, 3, 3)
+LANGUAGE_MODEL = language_model, torch.tensor([[0, 1, 2], [4, 4, 3], [1, 0, 0]])
 
 
 @pytest.mark.parametrize("mode", MODES)
