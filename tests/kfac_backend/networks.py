@@ -41,15 +41,6 @@ class OwnNorm(nn.Module):
         return (matrix @ torch.cat([z, torch.ones_like(z[..., :1])], -1).mT).mT
 
 
-def with_an_unseen_weight():
-    """A layer, and a weight that no hook sees."""
-    return Model(
-        lambda m, x: nn.functional.linear(torch.tanh(m.first(x)), m.fc.weight),
-        first=nn.Linear(3, 3),
-        fc=nn.Linear(3, 2, bias=False),
-    ).double()
-
-
 def network():
     torch.manual_seed(0)
     return nn.Sequential(

@@ -52,28 +52,17 @@ def test_each_damping_is_a_dense_solve(name, once):
             of_A = A_g.diagonal().mean()
             pi = float((of_A / of_B).sqrt()) if of_B * of_A > 0 else 1.0
             identities = [torch.eye(len(m)).double() for m in (B_g, A_g)]
-            parts.append(
-                torch.kron(
-                    B_g + LAMBDA**0.5 / pi * identities[0], A_g + LAMBDA**0.5 * pi * identities[1]
-                )
-            )
+            damped_B = B_g + LAMBDA**0.5 / pi * identities[0]
+            parts.append(torch.kron(damped_B, A_g + LAMBDA**0.5 * pi * identities[1]))
         dense = torch.block_diag(*parts)
     (inverse,) = damped_inverses([block], [LAMBDA], "factors", once)
     assert ("L_B" in inverse) == once
-    assert_close(
-        precondition([inverse], [g])[0], torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10
-    )
+    found = precondition([inverse], [g])[0]
+    assert_close(found, torch.linalg.solve(dense, g), rtol=1e-10, atol=1e-10)
 
 
 def preconditioned(block, g, damping_on="factors"):
     return precondition(damped_inverses([block], [LAMBDA], damping_on), [g])[0]
-
-
-def test_the_two_dampings_differ():
-    """Negative control: by the cross terms, unless there is a single factor."""
-    g = normal(12, seed=20)
-    both = [preconditioned(block_of("weight"), g, on) for on in ("product", "factors")]
-    assert (both[0] - both[1]).norm() > 0.1 * both[0].norm()
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -84,10 +73,8 @@ def test_rounding_below_zero_is_clipped(damping_on, once):
     F = (Q * torch.tensor([2.0, 1.0, -0.1]).double()) @ Q.T
     right = (Q / torch.tensor([2.01, 1.01, 0.01]).double()) @ Q.T
     g = normal(3, seed=2)
-    found = precondition(
-        damped_inverses([KroneckerBlock("b", F)], [0.01], damping_on, once=once), [g]
-    )[0]
-    assert_close(found, right @ g, rtol=1e-6, atol=1e-6)
+    inverses = damped_inverses([KroneckerBlock("b", F)], [0.01], damping_on, once=once)
+    assert_close(precondition(inverses, [g])[0], right @ g, rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_not_finite_is_named():
@@ -119,19 +106,3 @@ def test_kl_clip():
     assert_close(0.1**2 * nu**2 * products.sum(), torch.tensor(1e-3).double())
     assert kl_clip_factor(products, 1e-3, 1e-3) == 1
     assert kl_clip_factor(0 * products, 0.1, 1e-3) == 1
-
-
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("damping_on", ["factors", "product"])
-def test_blocks_of_one_number_are_taken_together(damping_on, once):
-    numbers = [KroneckerBlock(f"scale{i}", torch.full((1, 1), 0.5 + i).double()) for i in range(3)]
-    matrix = KroneckerBlock("w", *(f @ f.mT for f in torch.randn(2, 2, 2).double()))
-    blocks = [numbers[0], matrix, *numbers[1:]]
-    gradients = [torch.randn(1 if b.A is None else 4).double() for b in blocks]
-    inverses = damped_inverses(blocks, [LAMBDA] * len(blocks), damping_on, once)
-    for i, found in enumerate(precondition(inverses, gradients)):
-        g = gradients[i]
-        if blocks[i].A is None:
-            assert_close(found, g / (blocks[i].B[0] + LAMBDA), rtol=1e-12, atol=0)
-        else:
-            assert_close(found, precondition([inverses[i]], [g])[0], rtol=0, atol=0)

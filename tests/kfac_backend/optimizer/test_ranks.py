@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -117,26 +116,3 @@ def test_ranks_stay_together(found):
     for of_rank in found[3][1:]:
         for name, tensor in found[3][0].items():
             assert torch.equal(of_rank[name], tensor), name
-
-
-def kept_bytes() -> list[int]:
-    """Bytes of this rank's factors and inverses after a step, and of the largest block's."""
-    optimizer = KFAC(model := network(), "classification", kfac_approx="reduce")
-    x, y = data(N)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    preconditioner = optimizer.preconditioner
-    inverses: Any = preconditioner._inverses
-    sizes = [
-        sum(t.nbytes for t in (b.B, b.A, *inverses[n].values()) if t is not None and not t.is_meta)
-        for n, b in preconditioner.blocks.items()
-    ]
-    return [sum(sizes), max(sizes)]
-
-
-def test_each_rank_keeps_its_share_of_factors_and_inverses(worlds):
-    use = "tests.kfac_backend.optimizer.test_ranks:kept_bytes"
-    ((whole, largest),) = worlds.all(1, use)
-    shares = [of_rank for of_rank, _ in worlds.all(2, use)]
-    assert sum(shares) == whole
-    assert max(shares) <= 1.15 * whole / 2 + largest
