@@ -1,13 +1,16 @@
 """The pass over the data: batches, Fisher kinds, parameters without a rule, what it costs."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
-from kfac_backend import kronecker_factors
+from kfac_backend import CurvatureOptions, kronecker_factors
 from kfac_backend.curvature import CurvaturePass
-from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.formulas import by_the_formulas
+from kfac_backend.fisher import Fisher
+from tests.kfac_backend.block_checks import assert_same
 from tests.kfac_backend.networks import (
     convolution_flops,
     data,
@@ -15,24 +18,6 @@ from tests.kfac_backend.networks import (
     network,
     wide_resnet,
 )
-
-
-@pytest.mark.parametrize("kfac_approx", MODES)
-@pytest.mark.parametrize(
-    ("dtype", "width", "tolerance"), [(torch.float64, 1, 1e-12), (torch.float32, 2, 1e-4)]
-)
-def test_wide_resnet_is_that_of_the_formulas(kfac_approx, dtype, width, tolerance):
-    """Of a network too large for brute force, by the formulas that loops prove."""
-    model, (x, y) = wide_resnet(width, dtype), images(2, dtype)
-    factors = kronecker_factors(model, [(x, y)], "classification", kfac_approx=kfac_approx)
-    plain = by_the_formulas(model, x, kfac_approx)
-    assert set(plain) == set(factors.blocks) and len(plain) == (50 if width == 2 else 49)
-    for name, (B, A) in plain.items():
-        block = factors.blocks[name]
-        assert (block.B - B).norm() <= tolerance * B.norm(), name
-        if A is not None:
-            assert block.A is not None
-            assert (block.A - A).norm() <= tolerance * A.norm(), name
 
 
 @pytest.mark.parametrize(("fisher", "vectors"), [("exact", 9), ("mc", 1), ("empirical", 1)])
@@ -69,18 +54,6 @@ def test_inputs_count_where_outputs_depend_on_no_layer():
     assert torch.allclose(factors.blocks["linear.weight"].A, means.T @ means / 9)
 
 
-def test_layers_that_take_no_part_have_a_zero_block():
-    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
-    model.forward = lambda x: model["used"](x)
-    with pytest.warns(UserWarning, match="'unused' \\(Linear\\)"):
-        factors = kronecker_factors(
-            model, [(torch.randn(2, 3), torch.tensor([0, 1]))], "classification"
-        )
-    assert factors.blocks["unused.weight"].numel == 6
-    assert not factors.blocks["unused.weight"].eigenvalues().any()
-    assert factors.blocks["used.weight"].eigenvalues().any()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_factors_are_float32_at_least(dtype):
     model, (x, y) = network().to(dtype), data()
@@ -97,3 +70,44 @@ def test_factors_are_asked_for_once():
     curvature.factors()
     with pytest.raises(ValueError, match="since the last call of factors"):
         curvature.factors()
+
+
+# --- a choice of Fisher of one's own ---
+
+
+@pytest.fixture
+def every_sign(monkeypatch):
+    """The root's columns s_c, summed with each of their signs: Σ_σ (Σ_c σ_c s_c)² / 2^C = Λ."""
+    monkeypatch.setattr(Fisher, "by_name", dict(Fisher.by_name))
+
+    class EverySign(Fisher):
+        name = "every sign"
+        patterns = slice(None)
+
+        def columns(self, likelihood, f, y, generator):
+            columns = list(likelihood.root(f, y))
+            signs = list(product((-1, 1), repeat=len(columns)))
+            for pattern in signs[self.patterns]:
+                total = sum(sign * s for sign, s in zip(pattern, columns, strict=True))
+                yield total / len(signs) ** 0.5
+
+    return EverySign
+
+
+def test_a_class_is_one_more_choice(every_sign):
+    batch = [data()]
+    exact = kronecker_factors(network(), batch, "classification")
+    found = kronecker_factors(network(), batch, "classification", fisher="every sign")
+    assert_same(found, exact)
+    assert CurvatureOptions(**found.options.to_json()) == found.options
+    every_sign.patterns = slice(1)  # control: the products of different columns stay
+    some = kronecker_factors(network(), batch, "classification", fisher="every sign")
+    with pytest.raises(AssertionError):
+        assert_close(some.blocks["8.weight"].B, exact.blocks["8.weight"].B, rtol=0.1, atol=0)
+
+
+def test_a_choice_that_there_is_not():
+    with pytest.raises(
+        ValueError, match="fisher='every sign'.*'exact', 'mc', 'random_signs', 'empirical'"
+    ):
+        CurvatureOptions(fisher="every sign")

@@ -153,15 +153,6 @@ def test_little_memory_changes_nothing(product, monkeypatch):
         assert_close(found.blocks[name].eigenvalues(), block.eigenvalues())
 
 
-def test_corrected_again():
-    model, (x, y) = network(), data()
-    factors = kronecker_factors(model, [(x, y)], "classification")
-    once = corrected_factors(factors, model, [(x, y)])
-    twice = corrected_factors(once, model, [(x, y)])
-    for name in once.blocks:
-        assert torch.equal(once.eigenvalues()[name], twice.eigenvalues()[name])
-
-
 def test_what_does_not_fit_is_said():
     model, (x, y) = network(), data()
     factors = kronecker_factors(model, [(x, y)], "classification")

@@ -57,11 +57,8 @@ def test_expand_has_the_papers_other_scaling():
 def test_the_modes_differ_where_positions_are_shared_and_only_there():
     for R in (1, 3):
         a, _, _, vectors = setting(4, R, 3, 2, 3)
-        expand, reduce = (
-            expand_and_reduce.expand_factors(a, vectors),
-            expand_and_reduce.reduce_factors(a, vectors),
-        )
-        errors = [error(e, r) for e, r in zip(expand, reduce, strict=True)]
+        both = (expand_and_reduce.layer_factors(a, vectors, mode) for mode in MODES)
+        errors = [error(e, r) for e, r in zip(*both, strict=True)]
         assert max(errors) < 1e-12 if R == 1 else min(errors) > 0.1
 
 

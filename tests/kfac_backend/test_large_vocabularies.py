@@ -144,27 +144,19 @@ def test_covariances_and_determinants_are_those_of_the_dense_blocks(tied):
 def test_factors_that_cannot_fit_are_refused_before_any_work(kfac_approx, monkeypatch):
     """A vocabulary of 50,257: 9.4 GiB, and two copies in float64 for the eigenvalues."""
     monkeypatch.setattr(factor_sums, "total_memory", lambda device: 16 * 2**30)
+    options = {"kfac_approx": kfac_approx, "fisher": "mc"}
     for tied, name in ((True, "token_embedding"), (False, "head")):
         model = GPT(50257, 8, 4, 1, 1, tied=tied)
-        options = {"kfac_approx": kfac_approx, "fisher": "mc"}
         with pytest.raises(torch.OutOfMemoryError) as caught:
             CurvaturePass(model, "classification", **options)
         message = str(caught.value)
         assert f"factor is B of '{name}.weight' (50257×50257, 9.4 GiB)" in message
         assert "another 37.6 GiB" in message and "cpu has 16.0 GiB" in message
         assert "diagonal_above=8192" in message and "requires_grad_(False)" in message
-        if tied:  # whichever of its two layers comes first
-            model.token_embedding = model._modules.pop("token_embedding")
-            with pytest.raises(torch.OutOfMemoryError, match="50257, 9.4 GiB"):
-                CurvaturePass(model, "classification", **options)
         CurvaturePass(model, "classification", diagonal_above=8192, **options)
-        model.head.weight.requires_grad_(False)
-        CurvaturePass(model, "classification", **options)
-        # With enough memory it is tried.
-        model.head.weight.requires_grad_(True)
-        with monkeypatch.context() as larger:
-            larger.setattr(factor_sums, "total_memory", lambda device: 48 * 2**30)
-            CurvaturePass(model, "classification", **options)
+    # With enough memory it is tried.
+    monkeypatch.setattr(factor_sums, "total_memory", lambda device: 48 * 2**30)
+    CurvaturePass(model, "classification", **options)
 
 
 def test_a_large_embedding_under_reduce(monkeypatch):

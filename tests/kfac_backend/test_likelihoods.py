@@ -159,14 +159,9 @@ def test_noisy_labels_weights_masks_and_derivatives():
     w_n = torch.tensor(w).double()[label].squeeze(-1)[0, :2]
     of_weights, plain = (squared(of.root(f[0, :2], y[0, :2])) for of in (weighted, likelihood))
     assert_close(of_weights, w_n[:, None, None] * plain)
-    # The loss is bounded by log(C/ε), also where p underflows, and is the plain one at ε = 0.
+    # The loss is bounded by log(C/ε), also where p underflows.
     sure = torch.tensor([[0.0, 400.0]])
     assert likelihood.loss(sure, torch.tensor([0])).item() == pytest.approx(math.log(2 / 0.3))
-    none = likelihood_of("noisy_classification(noise=0)")
-    assert none.loss(sure, torch.tensor([0])).item() == 400
-    assert_close(
-        squared(none.root(F2, None)), squared(likelihood_of("classification").root(F2, None))
-    )
     # Both terms of the evidence can be differentiated in ε.
     for number in (lambda of: of.loss(f, y), lambda of: squared(of.root(F2, None))[0, 0, 0]):
 
@@ -183,10 +178,8 @@ def test_weights_count_examples_several_times():
     y, w = torch.tensor([[0.4], [2.0], [3.0]]).double(), torch.tensor([2, 0, 3])
     found = likelihood_of("weighted(of='negative_binomial(r=2.0)')")
     plain = likelihood_of("negative_binomial(r=2.0)")
-    weighted, copies = (
-        torch.cat([y, w[:, None]], 1),
-        (F1.repeat_interleave(w, 0), y.repeat_interleave(w, 0)),
-    )
+    weighted = torch.cat([y, w[:, None]], 1)
+    copies = F1.repeat_interleave(w, 0), y.repeat_interleave(w, 0)
     assert_close(found.loss(F1, weighted), plain.loss(*copies))
     assert (found.loss(F1, weighted) - plain.loss(F1, y)).abs() > 0.1
     assert_close(squared(found.root(F1, weighted)).sum(0), squared(plain.root(*copies)).sum(0))
@@ -195,10 +188,7 @@ def test_weights_count_examples_several_times():
 
 def test_censored_times_have_the_probability_of_what_is_beyond():
     """ℓ, log score and ranks of Weibull's times by scipy, as Gumbel's distribution of log t."""
-    t, d = (
-        torch.tensor([[0.4], [2.0], [1.5]]).double(),
-        torch.tensor([[1.0], [0.0], [1.0]]).double(),
-    )
+    t, d = torch.tensor([[[0.4], [2.0], [1.5]], [[1.0], [0.0], [1.0]]]).double()
     y, likelihood = torch.cat([t, d], 1), likelihood_of("weibull(shape=1.7)")
     of = stats.gumbel_l(F1.numpy(), 1 / 1.7)
     log_t = t.log().numpy()
@@ -376,14 +366,12 @@ AS_GIVEN = [lambda v: v, np.asarray, lambda v: torch.tensor(v, dtype=torch.float
 
 
 def test_the_table_of_options_has_all_likelihoods():
-    ours = {
-        name: of
+    found = {
+        name: {option.name for option in fields(of)}
         for name, of in Likelihood._by_name.items()
         if of.__module__ == Likelihood.__module__
     }
-    assert {name: [option.name for option in fields(of)] for name, of in ours.items()} == {
-        name: [*options] for name, options in OPTIONS.items()
-    }
+    assert found == {name: options.keys() for name, options in OPTIONS.items()}
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -410,9 +398,8 @@ def test_the_text_of_a_likelihood_gives_an_equal_one(name, data):
 
 @pytest.mark.parametrize(
     "more",
-    ["(4)", "([1.0, 2.0])", "(**{'a': 4})", "(*[4])", "() x", "() # a=4", "().upper", "()[0]",
-     "(), 5", "()()", "() + 1", "(", "())", "() if 1 else 2", "(\n# a=4\n)", "(a for a in b)",
-     "() or 1", "(unknown=4)", "(a=4, a=5)"],
+    ["(4)", "(**{'a': 4})", "(*[4])", "() x", "() # a=4", "()[0]", "() + 1", "(", "() if 1 else 2",
+     "(\n# a=4\n)", "(unknown=4)", "(a=4, a=5)"],
 )  # fmt: skip
 def test_nothing_of_a_text_is_ignored(more):
     """What is more than a likelihood is refused, with the options that there are."""
@@ -428,38 +415,24 @@ def test_nothing_of_a_text_is_ignored(more):
     [
         ("gauss", "choose one of 'classification'"),
         ("poisson(rate=3)", "poisson"),
-        ("student_t(df=1)", "df must exceed 2"),
-        ("negative_binomial(r=0)", "r must exceed 0"),
         ("heteroscedastic(strength=inf)", "not understood"),
         ("student_t(df=__import__('os'))", "not understood"),
         ("classification(smoothing=1.0)", "smoothing must be in"),
         ("ordinal(cuts=[1, 0])", "ascend"),
         ("student_t(df=1)", "df must exceed 2: a finite number, not 1)"),
-        ("student_t(df=[4, 5])", "a finite number, not [4, 5])"),
         ("student_t(scale=True)", "a finite number, not True)"),
         ("student_t(df='4')", "a finite number, not '4')"),
         (f"student_t(df={'1' * 400})", "a finite number, not 111"),
         (f"student_t(df={'(' * 10_000}1)", "nested"),
         ("negative_binomial(r=1e999)", "r must exceed 0: a finite number, not inf"),
         ("regression_per_output(noise=3.0)", "a list of finite numbers, not 3.0"),
-        ("regression_per_output(noise=[])", "a list of finite numbers, not []"),
-        (
-            "regression_per_output(noise=[1, -2])",
-            "a list of finite numbers, not [1, -2]",
-        ),
+        ("regression_per_output(noise=[1, -2])", "a list of finite numbers, not [1, -2]"),
         ("ordinal(cuts=[0, 1e999])", "a list of finite, ascending numbers, not [0, inf]"),
-        ("ordinal(cuts=1)", "a list of finite, ascending numbers, not 1"),
         ("ordinal", "cuts"),
         ("classification(weights=[0, 1])", "a positive number for each class, not [0, 1]"),
-        ("classification(weights=2)", "a positive number for each class, not 2"),
-        ("classification(smoothing='much')", "smoothing must be in [0, 1), not 'much'"),
         ("noisy_classification(noise=1.0)", "noise must be in [0, 1), not 1.0"),
-        ("noisy_classification(noise=-0.1)", "noise must be in [0, 1), not -0.1"),
-        ("noisy_classification(noise='some')", "noise must be in [0, 1), not 'some'"),
         ("weighted(of=3)", "a int is not supported"),
-        ("weighted(of='gauss')", "choose one of 'classification'"),
         ("student_t(df=None)", "df is None; omit it"),
-        ("weibull(shape=None)", "shape is None; omit it"),
     ],
 )
 def test_wrong_texts_are_named(text, message):
@@ -480,12 +453,7 @@ def test_wrong_texts_are_named(text, message):
         ("ordinal(cuts=[0.0])", 2, torch.zeros(2).long(), "one output"),
         ("ordinal(cuts=[0.0])", 1, torch.tensor([0, 2]), "out of range"),
         ("regression_per_output(noise=[1.0, 2.0])", 3, torch.zeros(2, 3), "does not support 3"),
-        (
-            "classification(weights=[1, 2])",
-            3,
-            torch.zeros(2).long(),
-            "2 classes, but the model has 3",
-        ),
+        ("classification(weights=[1, 2])", 3, torch.zeros(2).long(), "but the model has 3"),
     ],
 )
 def test_wrong_targets_are_named(text, C, y, message):

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from marglik.models import WideResNetFixup
-from tests.kfac_backend.networks import random_model
-from tests.random_numbers import normal
 
 NO_WORK = {
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "diagonal", "expand",
@@ -62,23 +60,6 @@ def test_a_batch_of_the_exact_pass(mode, most):
     dispatched = third_batch(model, kfac_approx=mode)
     assert 448 < dispatched.computing() <= most
     assert not WAITS & set(dispatched.counts)
-
-
-def test_a_mask_is_asked_for_once():
-    """Whether it hides anything is a wait."""
-
-    def pooled(m, x):
-        return (m.layer(x["x"]) * x["attention_mask"][..., None]).sum(1)
-
-    model = random_model(pooled, layer=nn.Linear(3, 2))
-    mask = torch.arange(5) < torch.tensor([[5], [3], [5], [4]])
-    batch = {"x": normal(4, 5, 3), "attention_mask": mask}, torch.tensor([0, 1, 1, 0])
-    curvature = CurvaturePass(model, "classification", kfac_approx="reduce")
-    for _ in range(2):
-        curvature.add(*batch)
-    with Dispatched() as dispatched:
-        curvature.add(*batch)
-    assert dispatched.counts["all"] == 1
 
 
 @pytest.mark.parametrize(
