@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from kfac_backend import kronecker_factors
 from kfac_backend.blocks.block import decompose
-from kfac_backend.curvature import CurvaturePass
 from kfac_backend.engine.batches import examples
 from kfac_backend.factor_derivatives import factor_gradients
 from kfac_backend.laplace_torch.interface import KfacGGN
@@ -33,7 +32,7 @@ from kfac_backend.optimizer import KFAC
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import gathered_state, local_part, local_parts
-from marglik import Posterior, PriorLearner, map_predictive, predict_all
+from marglik import Posterior, PriorLearner
 from marglik.training.average import renew_batch_norm
 from tests.kfac_backend.layer_cases import case
 from tests.kfac_backend.test_ranks import error_of, tensors
@@ -95,7 +94,7 @@ def assert_shares(shares: list[dict[str, int]], whole: dict[str, int], is_sharde
     assert sum(of_rank["factors"] for of_rank in shares) == whole["factors"]
 
 
-@pytest.mark.parametrize("what", ["learner", "likelihoods", "K-FAC"])
+@pytest.mark.parametrize("what", ["likelihoods", "K-FAC"])
 def test_training_is_that_of_one_process(alone, of_ranks, what):
     for of_rank in of_ranks:
         assert_equal(of_rank[what], alone[what])
@@ -105,12 +104,21 @@ def test_training_is_that_of_one_process(alone, of_ranks, what):
 TRAINING = "tests.kfac_backend.test_sharding:part_of_training"
 
 
+def assert_trained(of_ranks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    """The network and its decays are those after a training by one process."""
+    for of_rank in of_ranks:
+        assert_equal(of_rank["model"], whole["model"])
+        assert_close(of_rank["decays"], whole["decays"], rtol=1e-10, atol=0)
+
+
 def assert_goes_on(worlds, ranks: int, saved: dict[str, Any], whole: dict[str, Any]) -> None:
     """A training goes on from a state with this number of ranks, as if nothing had ended it."""
     assert saved["learner"]["averages"][0]["count"]
-    for of_rank in worlds.all(ranks, TRAINING, range(4, 5), saved):
-        assert_equal(of_rank["model"], whole["model"])
-        assert_close(of_rank["decays"], whole["decays"], rtol=1e-10, atol=0)
+    assert_trained(worlds.all(ranks, TRAINING, range(4, 5), saved), whole)
+
+
+def test_a_learner_trains_as_in_one_process(alone, of_ranks):
+    assert_trained([of_rank["training"] for of_rank in of_ranks], alone["training"])
 
 
 def test_a_training_goes_on_with_more_ranks(worlds, alone):
@@ -136,12 +144,9 @@ REFUSED = {
 """The files of both ranks' states, ``step.rank`` -> the errors of ranks that share a model."""
 
 
-WHOLE_MODELS = ("3.1", "3.0"), ("3.0", "2.1"), ("whole", "changed")
-
-
 @pytest.mark.parametrize(
     ("files", "is_sharded"),
-    [*((files, True) for files in REFUSED), *((files, False) for files in WHOLE_MODELS)],
+    [*((files, True) for files in REFUSED), (("3.1", "3.0"), False), (("3.0", "2.1"), False)],
 )
 def test_ranks_load_the_same_state_and_each_its_own_part(worlds, tmp_path, files, is_sharded):
     """Of the learner, and of K-FAC. The control: states that fit go on as if nothing ended it."""
@@ -176,13 +181,6 @@ def test_finish_keeps_weights_that_were_restored(worlds):
     assert [float(r["one rank's part, is the last"]) for r in of_ranks] == [0, 1]
 
 
-def test_kfac_with_momentum_trains_a_partly_sharded_model(worlds):
-    use = "tests.kfac_backend.test_sharding:of_partly_sharded_kfac"
-    (alone,) = worlds.all(1, use)
-    for of_rank in worlds.all(2, use):
-        assert_equal(of_rank, alone)
-
-
 def test_data_left_out_changes_the_evidence(alone):
     # The control: the tolerance above tells when a shard of the data is missing.
     numbers = alone["numbers"]
@@ -204,16 +202,14 @@ def test_parameters_are_gathered_only_while_modules_run(of_ranks):
         "sample": "NotImplementedError: A sample of parameters needs whole parameters",
         "all layers": "NotImplementedError: The covariance of outputs by more than the last layer",
         "Jacobians": "NotImplementedError: structure 'diag' needs whole parameters",
-        "Jacobians in training": "NotImplementedError: hessian_structure 'diag' needs whole par",
         "derivatives": "NotImplementedError: The gradient of factors in variables of the inputs",
         "laplace-torch": "NotImplementedError: laplace-torch needs whole parameters",
         "whole model": "ValueError: The state's 'momentum_buffer' is sharded over ranks",
         "one rank saves": "RuntimeError: The values of",
-        "another's block": "RuntimeError: The values of",
         "one rank alone": "are kept by another rank. Bring all blocks to this one first",
         "no process group": "ValueError: The model is sharded over 2 ranks, but 1",
         **dict.fromkeys(
-            ["classes second", "in training", "in predictions"],
+            ["classes second", "in training"],
             "ValueError: An example has outputs (8, 8, 8), whose classes may be second or last",
         ),
         "in steps of K-FAC": "gradient shows that their classes are second; they must be last",
@@ -233,7 +229,7 @@ def test_replicated_shards_and_four_ranks(worlds, alone):
     saved, *_ = worlds.all(4, TRAINING, range(4))
     assert_goes_on(worlds, 2, saved, alone["training"])
     here, names = "tests.kfac_backend.test_sharding", list(MODELS)
-    uses = {"numbers": [names], "of_learner": names, "of_kfac": names}
+    uses = {"numbers": [names], "of_kfac": names}
     for use, arguments in (uses | {"of_corrected_eigenvalues": []}).items():
         (whole,) = worlds.all(1, f"{here}:{use}", *arguments)
         for size in (2, 4):
@@ -589,43 +585,6 @@ def of_pixels() -> dict[str, Tensor]:
     return tensors("pixels", factors.gathered(Ranks()))
 
 
-def of_disturbed_kfac() -> dict[str, Tensor]:
-    """Parameters after K-FAC's steps, with other passes in between and a state that is loaded."""
-    (x, y), ranks = whole_data("cnn", 8), Ranks()
-    model = shard(made("cnn"), by_block=False)
-    optimizer = KFAC(model, "classification", lr=0.05, momentum=0.9, kl_clip=None, fisher="exact")
-    curvature = CurvaturePass(nn.Sequential(nn.Identity(), model), "classification")
-    own = list(map(id, model.parameters()))
-    for start in (0, 4):
-        part = torch.arange(start, start + 4)[ranks.rank :: ranks.size]
-        curvature.add(x[part], y[part])
-        with pytest.raises(ValueError, match="out of range"):
-            curvature.add(x[part], y[part].int() + 9)  # checked at once, as of another dtype
-        assert list(map(id, model.parameters())) == own
-        curvature.reset()
-        optimizer.load_state_dict(gathered_state(optimizer.state_dict()))
-        model(x[part])  # with gradients, and without a backward pass
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[part]), y[part]).backward()
-        optimizer.step()
-    return {f"disturbed, {name}": p for name, p in gathered_state(parts_of(model)).items()}
-
-
-def of_drawn_labels() -> dict[str, Tensor]:
-    """Drawn labels, summed over both ranks: the same numbers by a whole model and a sharded one."""
-    generator = torch.Generator().manual_seed(3)
-    x, y = whole_data("cnn")
-    results = {}
-    for way in ("whole", "sharded"):
-        model = made("cnn") if way == "whole" else shard(made("cnn"))
-        factors = kronecker_factors(
-            model, batches(x, y), "classification", fisher="mc", generator=generator.clone_state()
-        )
-        blocks = factors.gathered(Ranks()).blocks.values()
-        results[way] = torch.stack([block.B.norm() for block in blocks])
-    return {"drawn labels": results["sharded"] / results["whole"]}
-
-
 def of_corrected_eigenvalues() -> dict[str, Tensor]:
     """Evidence and predictives with corrected eigenvalues.
 
@@ -721,37 +680,6 @@ def of_learned_likelihoods() -> dict[str, Tensor]:
         numbers = [xi.flatten() for xi in learner.likelihood.parameters.values()]
         sigma = learner.state.hyperparameters.sigma_noise.flatten()
         results[f"{name}, numbers"] = torch.cat([*numbers, sigma])
-        results[f"{name}, decays"] = learner.weight_decays()
-        results[f"{name}, evidences"] = torch.tensor(learner.evidences, dtype=torch.float64)
-    return results
-
-
-def of_learner(*names: str) -> dict[str, Tensor]:
-    """Decays and evidences after three updates, with averaged parameters, in an own loop."""
-    results = {}
-    for name in names:
-        model, (x, y), ranks = shard(made(name)), whole_data(name, 8), Ranks()
-        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        parts = [torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)]
-        loader = [(x[part], y[part]) for part in parts]
-        loss_mean_over = "terms" if name == "gpt" else "examples"
-        learner = PriorLearner(
-            "classification",
-            kfac_approx="reduce",
-            every=1,
-            burn_in=0,
-            loss_mean_over=loss_mean_over,
-            curvature_from="pass",
-        )
-        learner.start(model, optimizer, loader, 3)
-        steps = trained(model)
-        for _ in range(3):
-            for inputs, labels in loader:
-                optimizer.zero_grad()
-                f = steps(inputs)
-                F.cross_entropy(f.flatten(0, -2), labels.flatten()).backward()
-                optimizer.step()
-        learner.finish()
         results[f"{name}, decays"] = learner.weight_decays()
         results[f"{name}, evidences"] = torch.tensor(learner.evidences, dtype=torch.float64)
     return results
@@ -903,26 +831,6 @@ def of_loaded_states(folder: str, files: list[str | None], is_sharded: bool) -> 
     return results
 
 
-def of_partly_sharded_kfac() -> dict[str, Tensor]:
-    """Parameters after steps of K-FAC with momentum, where FSDP has the first layer alone."""
-    model, (x, y), ranks = made("cnn"), whole_data("cnn", 8), Ranks()
-    if ranks.size > 1:
-        fully_shard(model[0])
-    optimizer = KFAC(
-        model, "classification", lr=0.05, momentum=0.9, kl_clip=None, fisher="exact",
-        weight_decay=1e-3,
-    )  # fmt: skip
-    for part in (torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4, 0)):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[part]), y[part]).backward()
-        for p in model.parameters():
-            if p.grad is not None and not hasattr(p, "to_local") and ranks.size > 1:
-                dist.all_reduce(p.grad)
-                p.grad /= ranks.size
-        optimizer.step()
-    return gathered_state(parts_of(model))
-
-
 def of_kfac(*names: str) -> dict[str, Tensor]:
     """Parameters after some steps of K-FAC; one process' losses are means over both ranks'."""
     results = {}
@@ -978,16 +886,10 @@ def refused() -> dict[str, str]:
         "sample": lambda: posterior.sample(1),
         "all layers": lambda: posterior.output_distribution(x[:2]),
         "Jacobians": lambda: Posterior(model, "classification", structure="diag"),
-        "Jacobians in training": lambda: PriorLearner(
-            "classification", hessian_structure="diag"
-        ).start(model, torch.optim.SGD(model.parameters(), 0.1), [(x, y)], 2),
         "no process group": passes(model, [(x, y)], process_group=None),
         "classes second": passes(segments, [of_pixels]),
         "in training": lambda: PriorLearner("classification", loss_mean_over="terms").start(
             segments, torch.optim.SGD(segments.parameters(), 0.1), [of_pixels], 2
-        ),
-        "in predictions": lambda: predict_all(
-            map_predictive(segments, "classification"), [of_pixels]
         ),
         "in steps of K-FAC": lambda: step_of_kfac(shard(nn.Conv2d(3, 8, 1).double()), *of_pixels),
         "the group has ended": lambda: without_group(passes(model, [(x, y)])),
@@ -997,9 +899,6 @@ def refused() -> dict[str, str]:
         "laplace-torch": lambda: KfacGGN(model, "classification"),
         "whole model": lambda: KFAC(made("cnn"), "classification").load_state_dict(state),
         "one rank saves": lambda: posterior.fitted_factors().state_dict(),
-        "another's block": lambda: [
-            b.to_dense() for b in posterior.fitted_factors().blocks.values()
-        ],
         "one rank alone": lambda: decompose((posterior.fitted_factors() * 1).blocks.values()),
     }
     return {name: error_of(use) for name, use in uses.items()}
@@ -1013,10 +912,8 @@ def step_of_kfac(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 def everything() -> dict[str, Any]:
     """All of it."""
-    results = numbers(list(MODELS)) | of_layers() | of_drawn_labels()
-    results |= of_masks() | of_shifted_labels() | of_pixels() | of_batch_norm()
-    results |= of_checkpoints()
-    results |= of_corrected_eigenvalues() | of_whole_models()
+    results = numbers(list(MODELS)) | of_layers() | of_masks() | of_shifted_labels() | of_pixels()
+    results |= of_batch_norm() | of_checkpoints() | of_corrected_eigenvalues() | of_whole_models()
     results |= {f"float32, {name}": tensor for name, tensor in in_lower_precision().items()}
     x, y = whole_data("gpt")
     model = shard(made("gpt"))
@@ -1028,10 +925,9 @@ def everything() -> dict[str, Any]:
     return {
         "numbers": results,
         "at rest": {is_sharded: at_rest(is_sharded) for is_sharded in (True, False)},
-        "learner": of_learner("cnn"),
         "likelihoods": of_learned_likelihoods(),
-        "K-FAC": of_kfac("gpt", "cnn") | of_disturbed_kfac(),
-        "training": part_of_training(range(5)) if not several else None,
+        "K-FAC": of_kfac("gpt", "cnn"),
+        "training": part_of_training(range(5)),
         "state": part_of_training(range(4)) if not several else None,
         "whole parameters after the pass": whole,
         "refused": refused() if several else {},

@@ -58,24 +58,6 @@ def test_a_graph_without_edges_alone(has_diagonal):
         assert_close(covariance(batch_or_one)[1], wanted, rtol=1e-9, atol=1e-11)
 
 
-def test_memory_decides_how_many_examples_run_at_once():
-    model = random_model(
-        lambda m, x: m.outer(torch.tanh(m.inner(x)).mean(1)),
-        inner=nn.Linear(4, 5),
-        outer=nn.Linear(5, 3),
-    )
-    blocks, _ = posterior(model, normal(5, 7, 4))
-    short, long = torch.randn(64, 4, 4).double(), torch.randn(64, 400, 4).double()
-    covariance, seen = OutputCovariance(model, blocks, memory=400_000), []
-    covariance(short[:1])  # one example at first
-    covariance(short)
-    covariance(long)
-    model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-    for inputs in (short, long):  # each shape has a number of its own
-        covariance(inputs)
-    assert seen[0] > 20 and max(seen[-5:]) < 5
-
-
 def test_mappings_and_inference_mode():
     model = random_model(lambda m, x: m.fc(torch.tanh(x["a"] * x["b"])), fc=nn.Linear(6, 3))
     x = {"a": normal(5, 6), "b": normal(5, 6, seed=1)}

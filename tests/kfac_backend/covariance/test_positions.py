@@ -21,8 +21,9 @@ from tests.kfac_backend.networks import random_model
 from tests.marglik.networks import randomised
 
 
-@pytest.mark.parametrize("memory", [1, None])
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize(
+    ("name", "memory"), [*((name, None) for name in SEQUENCES), ("gpt", 1), ("pixels, groups", 1)]
+)
 def test_chosen_positions_and_classes(name, memory):
     model, x, _ = sequences(name)
     blocks, dense = posterior(model, x)
