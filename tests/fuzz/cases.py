@@ -273,7 +273,6 @@ class Net(Described):
         head_tied: whether the head's weight is the embedding's.
         frozen: numbers of parameters.
         copies: how many noisy copies of an input have their mean as output; 0 for the input alone.
-        single: whether the head is in float32, and all else in float64.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -289,7 +288,6 @@ class Net(Described):
     head_tied: bool = False
     frozen: tuple[int, ...] = ()
     copies: int = 0
-    single: bool = False
 
 
 class Network(nn.Module):
@@ -340,7 +338,7 @@ class Network(nn.Module):
             x, mask = x[:, :longest], mask[:, :longest]
         x = self.features(x, mask)
         x = x if self.net.head_first else self.pooled(x, mask)
-        x = self.head(x.to(self.head.weight.dtype))
+        x = self.head(x)
         return self.pooled(x, mask) if self.net.head_first else x
 
     def pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -469,8 +467,6 @@ class Case(Described):
             model = LearnedAugmentation(network, [Noise()], self.net.copies, {"noise": 0.4})
         options = self.options.build(ignored)
         model.double()
-        if self.net.single and not self.net.head_tied:
-            network.head.float()
         return Built(model.eval(), batches, self.likelihood, options)
 
     def _inputs(self, g: torch.Generator) -> tuple[Tensor, Tensor | None]:

@@ -14,11 +14,6 @@ LIKELIHOODS = (
     "ordinal(cuts=[-0.5, 0.5])", "classification(smoothing=0.1)", "weighted(of='poisson')",
     "weighted(of='classification')", "weighted(of='student_t')",
 )  # fmt: skip
-LEARNED = (
-    "student_t", "regression", "negative_binomial", "classification", "regression_per_output",
-    "heteroscedastic", "weibull", "weighted(of='student_t')",
-)  # fmt: skip
-"""Those that training learns numbers of, and classification."""
 OF_OUTPUTS = (
     "classification", "regression", "bernoulli", "poisson", "student_t", "negative_binomial",
     "regression_per_output", "heteroscedastic", "ordinal(cuts=[-0.5, 0.5])",
