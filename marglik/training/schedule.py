@@ -28,12 +28,13 @@ LATE_SHARE = 1 / 3
 class Schedule:
     """Schedule of the prior's updates, and choice of the final parameters.
 
+    If ``every`` is None and the number of epochs is unknown or exceeded, each of the first epochs
+    ends with an update. Later the interval is between 1/``updates`` and 2/``updates`` of the epochs
+    so far, and a change of the learning rate also causes an update.
+
     Args:
         epochs: number of passes over the training data; None if it is not known.
-        every: number of epochs between updates. None (null) spreads 20 updates over the epochs; in
-            Python ``updates`` changes this number. If the number of epochs is unknown or exceeded,
-            each of the first epochs ends with an update. Later the interval is between 1/20 and
-            2/20 of the epochs so far, and a change of the learning rate also causes an update.
+        every: number of epochs between updates. None (null) spreads 20 updates over the epochs.
         burn_in: number of the first epoch that may end with an update.
         steps: number of hyperparameter steps in each update. The number bounds the change in one
             update: 10 steps of Adam with step size 0.1 on log δ change a weight decay by at most a
@@ -42,8 +43,8 @@ class Schedule:
             weight decays once more after the last epoch. "best" returns the parameters of the
             update with the highest evidence, as laplace-torch's loop does. That update may be an
             early one, because the evidence can be high before the network fits the data.
-        updates: number of updates, at most one per epoch, without the final one. 0 keeps the
-            initial weight decays and fits no posterior.
+        updates: number of updates if ``every`` is None, at most one per epoch, without the final
+            one. 0 keeps the initial weight decays and fits no posterior.
         average: parameters of the network that the training returns. "last" averages the parameters
             over the steps, with the largest weights on late steps. None (null) takes the parameters
             of the last step. There is no average with keep="best", nor if an epoch is a single

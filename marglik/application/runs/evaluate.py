@@ -71,7 +71,7 @@ def evaluate_run(
             not choose the files that are read or downloaded.
         methods: list of predictive methods to evaluate one after the other. [] evaluates only the
             MAP. null evaluates only predictive.method.
-        predictive: Options of the predictive.
+        predictive: Options of the predictive of a Laplace posterior.
         ood: class of out-of-distribution images, on which the predictives should be uncertain.
         output: folder for evaluation.json and the report. null selects the folder of the run. It is
             required for data other than the data of the run.

@@ -58,7 +58,7 @@ def fit(
             takes longer.
         structure: parameters that share a prior precision, as for `marglik train`.
         curvature: Options of the curvature pass.
-        predictive: Options of the predictive.
+        predictive: Options of the predictive of a Laplace posterior.
         output: folder to write to. null selects runs/NAME with the name of the checkpoint.
         overwrite: whether to replace a run in this folder.
         batch_size: number of examples in a batch.

@@ -70,7 +70,7 @@ def predict_rows(
         output: CSV file to write the predictions to, outside of all folders of runs.
         model: class of the network. Pass it if it is your own class, because the folder alone must
             not choose the code that runs.
-        predictive: Options of the predictive.
+        predictive: Options of the predictive of a Laplace posterior.
         explain: number K of training examples that explain each prediction; 0 for none.
         train: the training file, unchanged, for explain. Pass it, because the folder alone must not
             choose the files that are read.
