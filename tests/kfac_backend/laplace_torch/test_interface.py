@@ -161,25 +161,6 @@ def test_parameters_without_a_block_are_named():
         fitted(model=model, backend_kwargs={"unsupported": "freeze"})
 
 
-def test_noise_has_its_whole_gradient():
-    la = fitted(likelihood="regression")
-    sigma = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
-    delta = torch.linspace(0.5, 2.0, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(la.log_marginal_likelihood, (delta, sigma))
-
-
-def test_the_evidence_of_laplace_torch_needs_no_eigenvectors(monkeypatch):
-    la = Laplace(network(), "classification", "all", backend=KfacGGN)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.linalg, "eigh", lambda *a, **k: pytest.fail("eigenvectors"))
-        la.fit(loader("classification"))
-        evidence = la.log_marginal_likelihood(torch.linspace(0.5, 2.0, 5, dtype=torch.float64))
-    dense = la.H_facs.to_matrix() + torch.diag(la.prior_precision_diag)
-    assert_close(la.log_det_posterior_precision, torch.logdet(dense))
-    assert torch.isfinite(evidence)
-    assert la(loader("classification").dataset.tensors[0]).shape == (11, 3)
-
-
 @pytest.mark.parametrize("backend", [KfacGGN, KfacEF])
 def test_options_of_the_pass_reach_it(backend):
     with pytest.raises(ValueError, match="backward_precision='tf32' has no effect on device 'cpu'"):
