@@ -10,23 +10,15 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kfac_backend", "marglik")
-
-
-class _Reached(Exception):
-    """The first step of the optimiser."""
 
 
 def texts(folder: str) -> list[str]:
@@ -141,22 +133,6 @@ def kfac_step() -> Callable[[], object]:
     return step
 
 
-def first_step() -> None:
-    """``marglik train`` on digits, until its optimiser has made a step."""
-    from marglik import cli
-
-    def stop(*_: object) -> None:
-        raise _Reached
-
-    hook = register_optimizer_step_post_hook(stop)
-    with TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        try:
-            cli.main(["train", "--config", "digits", "--output", f"{folder}/run"])
-            raise AssertionError("the command ended before its first step")
-        except _Reached:
-            hook.remove()
-
-
 def learning() -> None:
     """Three epochs of ``marglik_training`` of a small network."""
     from marglik import marglik_training
@@ -188,7 +164,6 @@ def train_options() -> int:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # three epochs are too few for decays to settle
     factors()  # a first time, for what is made once: classes, caches
-    first_step()
     learning()
     for folder in ("experiments", "tests", *reversed(PACKAGES)):
         print(f"{lines(folder):7,}  lines of Python in {folder}")
@@ -199,7 +174,6 @@ if __name__ == "__main__":
         ("from `kronecker_factors` to a block", factors),
         ("to a block, when proved before", factors_again()),
         ("in a step of K-FAC with new factors", kfac_step()),
-        ("from `marglik train` to a step", first_step),
         ("for three epochs of `marglik_training`", learning),
     ):
         print("{:7} files, {} functions, {:,} calls {}".format(*passed(run), what))

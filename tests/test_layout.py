@@ -146,21 +146,10 @@ def test_dependencies_are_those_that_are_imported():
     declared = distributions([*PYPROJECT["project"]["dependencies"], "marglik[all]"])
     used = {m.split(".")[0] for package in PACKAGES for _, m in imports(package)}
     third_party = used - set(sys.stdlib_module_names) - set(PACKAGES)
-    optional = {
-        "accelerate",
-        "transformers",
-        "asdl",
-        "singd",
-        "pytorch_optimizer",
-        "ivon",
-        "cleanlab",
-        "dattri",
-        "kronfluence",
-        "trak",
-        "ogb",
-    }
-    optional |= {"botorch", "gpytorch", "linear_operator", "posteriors", "tensordict"}
-    optional |= {"matplotlib", "peft"}
+    benchmarks = "asdl singd pytorch_optimizer ivon cleanlab dattri kronfluence trak ogb"
+    adapters = "botorch gpytorch linear_operator posteriors tensordict"
+    extras = "accelerate transformers matplotlib peft"
+    optional = set(f"{benchmarks} {adapters} {extras}".split())
     peers = {"curvlinops"}  # declared by another name, and imported by an experiment only
     by_module = {MODULES.get(name, name): name for name in declared}
     assert third_party - set(by_module) - optional - peers == set()
@@ -200,14 +189,9 @@ def test_a_public_name_means_one_thing(package):
 
 def test_commands_are_listed_and_pages_name_no_others():
     """`make help` lists all targets, and experiments/README.md all studies and their pages."""
-    done = subprocess.run(
-        ["make", "--no-print-directory", "help"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    listed = {line.split()[0] for line in done.stdout.splitlines()}
+    command = ["make", "--no-print-directory", "help"]
+    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    listed = {line.split()[0] for line in shown.splitlines()}
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
     assert listed == set(targets.split())
     tracked = [ROOT / folder for folder in (".", "docs", "experiments", "kfac_backend")]

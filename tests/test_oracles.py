@@ -185,13 +185,3 @@ def test_evidence_of_bayesian_linear_regression_is_its_laplace_evidence():
     assert laplace == pytest.approx(exact, rel=1e-10)
     away = laplace_log_evidence(log_likelihood, mode * 1.5, ggn, precision.flatten())
     assert away != pytest.approx(exact, rel=1e-3)
-
-
-def test_evidences_by_hand():
-    one = tensor(1)
-    # θ = 2, H = 6, P₀ = 3, T = 2: −10/2 − ½·3·4 − ½ (log 6 − log 3).
-    value = laplace_log_evidence(-10.0, 2 * one, tensor([6]), 3 * one, temperature=2.0)
-    assert value == pytest.approx(-11 - 0.5 * math.log(2))
-    # y = 2, φ = 1, P₀ = 1/3, σ = 1: variance 1 + 3 = 4.
-    value = bayesian_linear_regression_log_evidence(tensor([1]), 2 * one, one / 3, 1.0)
-    assert value == pytest.approx(-0.5 * (math.log(2 * math.pi * 4) + 1))

@@ -188,16 +188,8 @@ def environment(uv, built, tmp_path_factory):
     """An environment with the wheel, what it depends on, and nothing else."""
     folder = tmp_path_factory.mktemp("wheel") / "environment"
     subprocess.run([uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
-    install = [
-        uv,
-        "pip",
-        "install",
-        "-q",
-        "--python",
-        str(folder / "bin/python"),
-        f"{built[0]}[all]",
-    ]
-    subprocess.run(install, check=True)
+    install = [uv, "pip", "install", "-q", "--python", str(folder / "bin/python")]
+    subprocess.run([*install, f"{built[0]}[all]"], check=True)
     yield folder
     shutil.rmtree(folder)  # gigabytes, which pytest would keep
 
