@@ -162,7 +162,7 @@ class Estimator(BaseEstimator):
         self,
         X: Any,
         number: int,
-        method: AcquisitionMethod = "mutual_information",
+        method: AcquisitionMethod = "auto",
         *,
         labelled: Any = None,
         joint: bool | None = None,
@@ -175,7 +175,7 @@ class Estimator(BaseEstimator):
             method: score of a row, see `marglik.acquire`.
             labelled: indices or a mask (N,) of rows that already have labels.
             joint: whether each choice accounts for the labels of the rows chosen before. None does
-                so for the mutual information, where this is supported.
+                so for the mutual information and the EPIG, where this is supported.
         """
         x = self._checked_inputs(X)
         chosen = acquire(self.posterior_, x, number, method, labelled=labelled, joint=joint)

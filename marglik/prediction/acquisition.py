@@ -1,12 +1,16 @@
 """Choose the inputs to label next (active learning).
 
-The default score is the mutual information between a label and the parameters,
-I(y; θ | x) = H(E p(y|x, θ)) − E H(p(y|x, θ)) in nats, under the uncalibrated posterior. For
-regression with Gaussian noise it is ½ log det(I + J Σ Jᵀ/σ²). An ambiguous input has a high entropy
-but little mutual information, because its label hardly informs about the parameters.
-Sources: Houlsby et al. 2011 (arXiv:1112.5745); Kirsch, van Amersfoort & Gal 2019
-(arXiv:1906.08158) for the joint choice of several inputs. They weigh samples of the parameters for
-each joint label. Ours conditions the outputs' covariance instead, see `choose_by_outputs`.
+The default score for classes is the mutual information between a label and the parameters,
+I(y; θ | x) = H(E p(y|x, θ)) − E H(p(y|x, θ)) in nats, under the uncalibrated posterior. An
+ambiguous input has a high entropy but little mutual information, because its label hardly informs
+about the parameters. Sources: Houlsby et al. 2011 (arXiv:1112.5745); Kirsch, van Amersfoort & Gal
+2019 (arXiv:1906.08158) for the joint choice of several inputs. They weigh samples of the parameters
+for each joint label. Ours conditions the outputs' covariance instead, see `choose_by_outputs`.
+
+For regression with Gaussian noise the mutual information is ½ log det(I + J Σ Jᵀ/σ²). It is largest
+for inputs unlike all others, whose labels inform little about the rest of the pool. The default is
+the expected predictive information gain (EPIG), the mean over inputs x* of the pool of I(y*; y).
+Source: Bickford Smith et al. 2023 (arXiv:2304.08151).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,10 +37,14 @@ from marglik.prediction.predictive import (
     laplace_predictive,
 )
 
-AcquisitionMethod = Literal["mutual_information", "entropy", "margin", "random"]
+AcquisitionMethod = Literal["auto", "mutual_information", "epig", "entropy", "margin", "random"]
 
 MOST_CANDIDATES = 500
 """Number of candidates of a joint choice: the inputs with the highest scores."""
+MOST_TARGETS = 250
+"""Number of inputs of the pool, drawn at random, over which the EPIG is a mean."""
+KINDS = {"entropy": ["classes", "binary"], "margin": ["classes"]}
+"""Score -> kinds of likelihoods that it supports."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +54,19 @@ class Acquisition:
     index: Int64[Tensor, " number"]
     """Positions of the chosen inputs in the pool, in the order of choice."""
     gain: Float[Tensor, " number"]
-    """Score of each chosen input. For a joint choice it is the mutual information (nats) that its
-    label adds to the labels of the inputs chosen before."""
+    """Score of each chosen input. For a joint choice it is the information (nats) that its label
+    adds to the labels of the inputs chosen before."""
     scores: Float[Tensor, " M"]
     """Score of each input of the pool on its own; NaN for inputs that already have labels."""
+    method: AcquisitionMethod
+    """The score, with "auto" resolved."""
 
 
 def acquire(
     source: Posterior | Predictive,
     pool: Any,
     number: int,
-    method: AcquisitionMethod = "mutual_information",
+    method: AcquisitionMethod = "auto",
     *,
     labelled: Any = None,
     joint: bool | None = None,
@@ -77,18 +87,19 @@ def acquire(
             with a fixed order, whose batches are inputs, or tuples that begin with the inputs.
         number: number of inputs to choose.
         method: the score. "mutual_information" is between the label and the parameters (nats,
-            summed over the outputs if each has its own target). "entropy" is the entropy of the
-            predicted class probabilities (nats). "margin" is minus the difference of the two
-            largest class probabilities. "random" draws uniform random numbers.
+            summed over the outputs if each has its own target). "epig" is the mean mutual
+            information (nats) between the label and the label of another input of the pool, for
+            likelihood "regression"; it is computed with 250 inputs. "entropy" is the entropy of
+            the predicted class probabilities (nats). "margin" is minus the difference of the two
+            largest class probabilities. "random" draws uniform random numbers. "auto" is "epig"
+            for "regression" if this is supported, and otherwise "mutual_information".
         labelled: indices, or a mask (M,), of inputs that must not be chosen.
         joint: whether each choice accounts for the labels of the inputs chosen before, so that two
             inputs are not chosen for the same information. The choice is greedy among the 500
-            inputs with the highest scores. It maximises the mutual information between all chosen
-            labels and the parameters of all layers. It needs the posterior. For classes it uses
-            ``samples`` of the linearised network, and the expected covariance of their outputs
-            given the labels chosen before. For regression it is exact and needs vectors (M, d).
-            None chooses jointly if this is supported and ``layers`` selects all layers. Pools as
-            loaders, and more than 500 inputs, are then chosen by their own scores.
+            inputs with the highest scores, with the uncertainty of all layers. It needs the
+            posterior and a pool in memory. For classes see `choose_by_outputs`. For regression it
+            is exact and needs vectors (M, d). None chooses up to 500 inputs jointly if this is
+            supported and ``layers`` selects all layers.
         samples: number of samples of the outputs, for classes.
         layers: layers whose uncertainty is included, see `PredictiveConfig`.
         batch_size: number of inputs per batch.
@@ -97,25 +108,39 @@ def acquire(
     Raises:
         ValueError: the method is unknown or does not fit the likelihood, the pool has fewer
             unlabelled inputs than ``number``, or ``labelled`` does not fit the pool.
-        NotImplementedError: outputs (N, ..., C) have several positions, or a joint choice has a
-            likelihood other than regression or classes.
+        NotImplementedError: outputs (N, ..., C) have several positions, or a joint choice or "epig"
+            is not supported.
     """
     check_option("method", method, AcquisitionMethod)
     check_positive("number", number)
     if hasattr(pool, "__array__") and not isinstance(pool, Tensor):
         pool = torch.as_tensor(pool)
+    of_source = _scores_of_joint(source, pool)
+    # With the last layer alone in own scores, a joint choice would take hours: it uses all layers.
+    is_cheap = False
+    if isinstance(source, Posterior) and method in ("auto", *of_source):
+        is_cheap = PredictiveConfig(layers=layers).for_posterior(source).layers == "all"
+    if method == "auto":
+        method = "epig" if is_cheap and "epig" in of_source else "mutual_information"
     if joint is None:
-        joint = number > 1 and _chooses_jointly(source, pool, number, method, layers)
-    if joint and (method != "mutual_information" or not isinstance(source, Posterior)):
-        raise ValueError(
-            f"joint=True needs method 'mutual_information' and a Posterior, not {method!r} and "
-            f"{type(source).__name__}. Pass the posterior, or joint=False."
+        joint = is_cheap and method in of_source and 1 < number <= MOST_CANDIDATES
+    if (joint or method == "epig") and method not in of_source:
+        raise NotImplementedError(
+            f"method={method!r} with joint={joint} is not supported for this "
+            f"{type(source).__name__} and pool. joint=True needs the posterior and method "
+            "'mutual_information' for classes with a pool in memory, or method "
+            "'mutual_information' or 'epig' for 'regression' with a pool of vectors (M, d). Pass "
+            "method='mutual_information' and joint=False."
         )
     if generator is None:
         device = source.mean.device if isinstance(source, Posterior) else "cpu"
         generator = torch.Generator(device).manual_seed(0)
     # Step 1: compute the score of each input on its own.
-    score_of = _scores_of(source, method, samples, layers, generator)
+    targets = None
+    if method == "epig":
+        order = torch.randperm(len(pool), generator=generator, device=generator.device)
+        targets = pool[order[:MOST_TARGETS].sort()[0].to(pool.device)]
+    score_of = _scores_of(source, method, samples, layers, generator, targets)
     with torch.no_grad():
         scores = torch.cat([score_of(x).double().cpu() for x in _batches(pool, batch_size)])
     scores = scores.masked_fill(_mask(labelled, len(scores)), torch.nan)
@@ -128,44 +153,32 @@ def acquire(
     # Step 2: take the highest scores; NaN counts as the lowest.
     order = scores.nan_to_num(-torch.inf).argsort(descending=True, stable=True)
     if not joint:
-        return Acquisition(order[:number], scores[order[:number]], scores)
+        return Acquisition(order[:number], scores[order[:number]], scores, method)
     assert isinstance(source, Posterior)
     if number > MOST_CANDIDATES:
         raise ValueError(
             f"number={number} exceeds the {MOST_CANDIDATES} candidates of a joint choice. Choose "
             "fewer, or pass joint=False."
         )
-    if num_examples(pool) != len(scores):
-        raise ValueError(
-            "A joint choice needs the pool as a tensor or a mapping of tensors. Pass one, or "
-            "joint=False."
-        )
     candidates = order[: min(MOST_CANDIDATES, num_left)].sort()[0]
-    choose = _choose_labels if source.likelihood.kind == "classes" else _choose_numbers
+    x = examples(pool, candidates)
     with torch.no_grad():
-        chosen, gain = choose(source, examples(pool, candidates), number, samples, generator)
-    return Acquisition(candidates[chosen], torch.stack(gain).double().cpu(), scores)
+        if source.likelihood.kind == "classes":
+            chosen, gain = _choose_labels(source, x, number, samples, generator)
+        else:
+            chosen, gain = _choose_numbers(source, x, number, targets)
+    return Acquisition(candidates[chosen], torch.stack(gain).double().cpu(), scores, method)
 
 
-def _chooses_jointly(
-    source: Posterior | Predictive, pool: Any, number: int, method: str, layers: LayersOption
-) -> bool:
-    """Return whether a joint choice is the default: where it is supported and takes seconds.
-
-    It uses the parameters of all layers, at three forward passes for each candidate and sample. In
-    a network whose own scores are from the last layer alone this can take hours.
-    """
-    if method != "mutual_information" or not isinstance(source, Posterior):
-        return False
-    if number > MOST_CANDIDATES or not isinstance(pool, Tensor | Mapping):
-        return False
-    if is_sharded(source.model):  # has no samples of the parameters
-        return False
-    if PredictiveConfig(layers=layers).for_posterior(source).layers != "all":
-        return False
-    if source.likelihood.kind == "classes":
-        return True
-    return source.likelihood.name == "regression" and isinstance(pool, Tensor) and pool.dim() == 2
+def _scores_of_joint(source: Posterior | Predictive, pool: Any) -> tuple[str, ...]:
+    """Return the methods for which the joint distribution of the outputs is supported."""
+    if not isinstance(source, Posterior) or is_sharded(source.model):
+        return ()
+    if source.likelihood.kind == "classes" and isinstance(pool, Tensor | Mapping):
+        return ("mutual_information",)
+    if source.likelihood.name == "regression" and isinstance(pool, Tensor) and pool.dim() == 2:
+        return ("mutual_information", "epig")
+    return ()
 
 
 def _batches(pool: Any, batch_size: int) -> Iterator[Any]:
@@ -207,22 +220,21 @@ def _scores_of(
     samples: int,
     layers: LayersOption,
     generator: torch.Generator,
+    targets: Tensor | None,
 ) -> Callable[[Any], Tensor]:
     """Return the function from inputs (n, ...) to scores (n,)."""
+    if targets is not None:
+        assert isinstance(source, Posterior)
+        return lambda x: _gains(_covariances(source, torch.cat([targets, x])), len(targets))
     if method == "random":
         return lambda x: torch.rand(
             num_examples(x) or len(x), generator=generator, device=generator.device
         )
     likelihood = likelihood_of(getattr(source, "likelihood", "classification"))
-    if likelihood.kind == "continuous" and method != "mutual_information":
+    if likelihood.kind not in KINDS.get(method, [likelihood.kind]):
         raise ValueError(
             f"method={method!r} is for class probabilities, but the likelihood is '{likelihood}'. "
             "Pass method='mutual_information'."
-        )
-    if method == "margin" and likelihood.kind != "classes":
-        raise ValueError(
-            f"method='margin' is for classes, but the likelihood is '{likelihood}'. Pass "
-            "method='entropy'."
         )
     predict = source
     if isinstance(source, Posterior):
@@ -280,33 +292,50 @@ def _half_log_det(V: Float[Tensor, "*n C C"]) -> Float[Tensor, "*n"]:
     return 0.5 * torch.logdet(V + torch.eye(V.shape[-1]).to(V))
 
 
-# For regression, a greedy joint choice has at least 63 % of the information of the best choice,
-# because the information of labels that are independent given θ is submodular.
-
-
 def _choose_numbers(
-    posterior: Posterior, x: Any, number: int, samples: int, generator: torch.Generator
+    posterior: Posterior, x: Tensor, number: int, targets: Float[Tensor, "T d"] | None
 ) -> tuple[list[int], list[Tensor]]:
-    """Choose by the joint covariance of the candidates' outputs, for regression."""
-    if posterior.likelihood.name != "regression" or not isinstance(x, Tensor) or x.dim() != 2:
-        raise NotImplementedError(
-            "joint=True supports likelihoods of classes, and 'regression' with a pool of vectors "
-            f"(M, d). The likelihood is '{posterior.likelihood}'. Pass joint=False."
-        )
-    f, covariance = posterior.joint_output_distribution(x.to(posterior.mean.device)[None])
-    T, C = f.shape[1:]
-    V = covariance[0].double() / posterior.sigma_noise.double().square()
-    V = V.view(T, C, T, C).transpose(1, 2)  # (T, T, C, C)
+    """Choose by the joint covariance of the outputs of all targets and candidates (regression).
+
+    For the mutual information, a greedy choice has at least 63 % of the information of the best
+    choice, because the information of labels that are independent given θ is submodular.
+    """
+    T = 0 if targets is None else len(targets)
+    V = _covariances(posterior, x if targets is None else torch.cat([targets, x]))
     chosen, gains = [], []
     for _ in range(number):
-        gain = _half_log_det(V.diagonal(dim1=0, dim2=1).movedim(-1, 0))
+        gain = _gains(V, T)
         best = _first_of_largest(gain, chosen)
         # Condition the covariance on the target of the chosen input, which has noise I.
-        noisy = V[best, best] + torch.eye(C).to(V)
-        V = V - V[:, None, best] @ torch.linalg.solve(noisy, V[best])[None]
+        of_best = V[:, T + best]
+        noisy = of_best[T + best] + torch.eye(V.shape[-1]).to(V)
+        V = V - of_best[:, None] @ torch.linalg.solve(noisy, V[T + best])[None]
         chosen.append(best)
         gains.append(gain[best])
     return chosen, gains
+
+
+def _covariances(posterior: Posterior, x: Tensor) -> Float[Tensor, "T T C C"]:
+    """Return the covariances between the outputs of all inputs, in units of the noise σ²."""
+    f, covariance = posterior.joint_output_distribution(x.to(posterior.mean.device)[None])
+    T, C = f.shape[1:]
+    V = covariance[0].double() / posterior.sigma_noise.double().square()
+    return V.view(T, C, T, C).transpose(1, 2)
+
+
+def _gains(V: Float[Tensor, "T_n T_n C C"], T: int) -> Float[Tensor, " n"]:
+    """Return the information of the labels of n inputs, from covariances in units of the noise.
+
+    It is the mean information about the labels of the first T inputs, ½ log det(I + V_t) +
+    ½ log det(I + V_n) − ½ log det of both together; or about the parameters if T is 0.
+    """
+    own = V.diagonal(dim1=0, dim2=1).movedim(-1, 0)
+    if not T:
+        return _half_log_det(own)
+    roots = torch.linalg.cholesky(own + torch.eye(V.shape[-1]).to(V))
+    W = torch.linalg.solve_triangular(roots[:T, None], V[:T, T:], upper=False)
+    W = torch.linalg.solve_triangular(roots[T:], W.mT, upper=False)
+    return -_half_log_det(-W @ W.mT).mean(0)
 
 
 def _choose_labels(
@@ -317,10 +346,6 @@ def _choose_labels(
         f = posterior.linearised_outputs(posterior.sample(samples, generator), x)  # (S, T, C)
     except NotImplementedError as error:
         raise NotImplementedError(f"{error} Or pass joint=False.") from error
-    if f.dim() != 3:
-        raise NotImplementedError(
-            f"Outputs have shape {tuple(f.shape[1:])}, but acquire supports outputs (N, C)."
-        )
     return choose_by_outputs(f, number, partial(_probabilities, posterior.likelihood))
 
 

@@ -20,7 +20,7 @@ def acquire_rows(
     pool: str,
     number: int,
     output: str,
-    method: AcquisitionMethod = "mutual_information",
+    method: AcquisitionMethod = "auto",
     joint: bool = True,
     model: str | nn.Module | None = None,
     overwrite: bool = False,
@@ -40,11 +40,12 @@ def acquire_rows(
         number: number of rows to choose.
         output: CSV file to write the rows to, outside of all folders of runs.
         method: score of a row. mutual_information is the information of the label about the
-            parameters in nats, under the uncalibrated posterior. entropy and margin are computed
-            from the predicted class probabilities. random is a random number.
+            parameters in nats, under the uncalibrated posterior. epig is its mean information about
+            the label of another row. entropy and margin are computed from the predicted class
+            probabilities. random is a random number. auto uses epig for regression.
         joint: whether each choice accounts for the labels of the rows chosen before, so that
-            similar rows are not chosen together. It has an effect for mutual_information, if the
-            network is small enough for the posterior of all layers.
+            similar rows are not chosen together. It has an effect for mutual_information and epig,
+            if the network is small enough for the posterior of all layers.
         model: class of the network. Pass it if it is your own class, because the folder alone must
             not choose the code that runs.
         overwrite: whether to replace an existing file.
@@ -70,4 +71,4 @@ def acquire_rows(
     for name, column in (("score", chosen.gain), ("row", chosen.index)):
         rows.insert(0, name, column.numpy(), allow_duplicates=True)
     write_file(Path(output), rows.to_csv(index=False).encode())
-    return {"rows": number, "pool": len(x), "method": method, "output": output}
+    return {"rows": number, "pool": len(x), "method": chosen.method, "output": output}

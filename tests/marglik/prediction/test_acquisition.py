@@ -1,6 +1,7 @@
 """Which inputs to label: scores by quadrature and by loops over parameters, choices by search."""
 
 import math
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -18,6 +19,7 @@ from marglik import (
     laplace_predictive,
     map_predictive,
 )
+from marglik.prediction import acquisition
 from marglik.prediction.acquisition import choose_by_outputs, given_label
 from tests.random_numbers import normal
 
@@ -111,7 +113,7 @@ def test_information_of_numbers_is_a_log_determinant(outputs):
     expected = [
         0.5 * torch.logdet(torch.eye(outputs) + J[n] @ covariance @ J[n].T / 0.09) for n in range(M)
     ]
-    found = acquire(fitted, x, 4)
+    found = acquire(fitted, x, 4, "mutual_information")
     assert_close(found.scores, torch.stack(expected))
     # Of any predictive by its variances, which are the same for one output.
     by_variances = acquire(calibrate(fitted, [(x, f)]), x, 4).scores
@@ -125,7 +127,8 @@ def test_joint_choice_of_numbers_is_greedy_search(outputs):
     """Among all sets by dense log determinants; twins are chosen once."""
     fitted, *_ = posterior("regression", outputs, sigma_noise=0.3)
     x = pool()[:8]
-    x[5] = x[2] = x[acquire(fitted, x, 1).index.item()]
+    score = "mutual_information"
+    x[5] = x[2] = x[acquire(fitted, x, 1, score).index.item()]
     _, J, _ = dense_outputs(fitted, x)
     covariance = fitted.precision().covariance()
 
@@ -133,7 +136,7 @@ def test_joint_choice_of_numbers_is_greedy_search(outputs):
         rows = torch.cat([J[n] for n in chosen])
         return float(0.5 * torch.logdet(torch.eye(len(rows)) + rows @ covariance @ rows.T / 0.09))
 
-    found, greedy = acquire(fitted, x, 3, joint=True), []
+    found, greedy = acquire(fitted, x, 3, score, joint=True), []
     for _ in range(3):
         left = [n for n in range(8) if n not in greedy]
         greedy.append(max(left, key=lambda n: information([*greedy, n])))
@@ -142,9 +145,56 @@ def test_joint_choice_of_numbers_is_greedy_search(outputs):
     best = max(map(information, combinations(range(8), 3)))
     assert (1 - 1 / math.e) * best <= information(greedy) <= best + 1e-12
     # The control: single scores choose twins.
-    single = acquire(fitted, x, 3, joint=False).index.tolist()
-    assert information(single) < information(greedy) - 1e-3
-    assert float(acquire(fitted, x, 3, joint=False).gain.sum()) > information(single)
+    single = acquire(fitted, x, 3, score, joint=False)
+    assert information(single.index.tolist()) < information(greedy) - 1e-3
+    assert float(single.gain.sum()) > information(single.index.tolist())
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_predictive_information_is_the_decrease_of_the_entropy_of_other_labels(
+    outputs, monkeypatch
+):
+    """By dense posteriors: a label at x adds J(x)ᵀ J(x)/σ² to the precision of the parameters."""
+    fitted, *_ = posterior("regression", outputs, sigma_noise=0.3)
+    x = normal(M, 2) + 1
+    x[0] = torch.tensor([-3.0, 3.0])
+    _, J, _ = dense_outputs(fitted, x)
+    precision = torch.linalg.inv(fitted.precision().covariance())
+
+    def entropies(chosen):
+        H = precision + sum(J[n].T @ J[n] / 0.09 for n in chosen)
+        S = J @ torch.linalg.solve(H, J.mT) + 0.09 * torch.eye(outputs)
+        return 0.5 * torch.logdet(S)
+
+    def information(chosen, targets=slice(None)):
+        return float((entropies([]) - entropies(chosen))[targets].mean())
+
+    found, greedy = acquire(fitted, x, 2), []
+    for _ in range(2):
+        left = [n for n in range(M) if n not in greedy]
+        greedy.append(max(left, key=lambda n: information([*greedy, n])))
+    assert (found.method, found.index.tolist()) == ("epig", greedy)
+    assert_close(found.scores.tolist(), [information([n]) for n in range(M)])
+    assert_close(float(found.gain.sum()), information(greedy))
+    # The controls: the information about the parameters is highest for the input unlike all others,
+    # and single scores count shared information twice.
+    of_parameters = acquire(fitted, x, 2, "mutual_information").index.tolist()
+    assert 0 in of_parameters and 0 not in greedy
+    assert information(of_parameters) < 0.9 * information(greedy)
+    single = acquire(fitted, x, 2, joint=False)
+    assert_close(single.scores, found.scores)
+    assert float(single.gain.sum()) > information(single.index.tolist()) + 1e-3
+    # Of a large pool, some inputs are the targets.
+    monkeypatch.setattr(acquisition, "MOST_TARGETS", 4)
+    targets = torch.randperm(M, generator=torch.Generator().manual_seed(0))[:4]
+    some = acquire(fitted, x, 1, batch_size=7).scores.tolist()
+    assert_close(some, [information([n], targets) for n in range(M)])
+    # Where the joint distribution of the outputs is not supported.
+    assert acquire(fitted, x.split(4), 3).method == "mutual_information"
+    assert acquire(fitted, x, 3, layers="last").method == "mutual_information"
+    for source, inputs in ((posterior("classification", 3)[0], x), (fitted, x.split(4))):
+        with pytest.raises(NotImplementedError, match="Pass method='mutual_information'"):
+            acquire(source, inputs, 1, "epig")
 
 
 def test_deviations_given_a_label_have_the_expected_covariance():
@@ -225,20 +275,21 @@ def test_choices_are_joint_by_default_where_this_is_supported(likelihood):
     fitted, *_ = posterior(likelihood, 2, 0.1)
     x = pool()
     x[M - 1] = x[acquire(fitted, x, 1).index.item()] + 1e-3
-    joint, single = (acquire(fitted, x, 4, joint=joint) for joint in (True, False))
+    choose = partial(acquire, fitted, method="mutual_information")
+    joint, single = (choose(x, 4, joint=joint) for joint in (True, False))
     assert joint.index.tolist() != single.index.tolist()
 
     def assert_same(found, expected):
         assert found.index.tolist() == expected.index.tolist()
         assert_close(found.gain, expected.gain)
 
-    assert_same(acquire(fitted, x, 4), joint)
-    assert_same(acquire(fitted, x.numpy(), 4), joint)
+    assert_same(choose(x, 4), joint)
+    assert_same(choose(x.numpy(), 4), joint)
     # One input, a loader, the last layer alone, and a score without a joint form.
-    assert_same(acquire(fitted, x, 1), acquire(fitted, x, 1, joint=False))
-    assert_same(acquire(fitted, x.split(7), 4), single)
-    last = acquire(fitted, x, 4, layers="last")
-    assert_same(last, acquire(fitted, x, 4, layers="last", joint=False))
+    assert_same(choose(x, 1), choose(x, 1, joint=False))
+    assert_same(choose(x.split(7), 4), single)
+    last = choose(x, 4, layers="last")
+    assert_same(last, choose(x, 4, layers="last", joint=False))
     assert_close(last.gain, last.scores[last.index])
     if likelihood == "classification":
         of_entropy = acquire(fitted, x, 4, "entropy")
@@ -281,14 +332,13 @@ def test_pools_and_sources():
     with torch.no_grad():
         twin[2].weight.mul_(-1)
     assert acquire(ensemble, x, 1).scores.max() > 0.01
-    with pytest.raises(ValueError, match="Pass the posterior"):
+    with pytest.raises(NotImplementedError, match="this Ensemble and pool.*needs the posterior"):
         acquire(ensemble, x, 2, joint=True)
-    with pytest.raises(ValueError, match="'margin' is for classes"):
+    with pytest.raises(ValueError, match="'margin' is for class probabilities"):
         acquire(posterior("bernoulli", 1)[0], x, 1, "margin")
-    with pytest.raises(NotImplementedError, match="supports likelihoods of classes"):
-        acquire(posterior("bernoulli", 1)[0], x, 1, joint=True)
-    with pytest.raises(ValueError, match="tensor or a mapping"):
-        acquire(fitted, x.split(7), 2, joint=True)
+    for source, inputs in ((posterior("bernoulli", 1)[0], x), (fitted, x.split(7))):
+        with pytest.raises(NotImplementedError, match="Pass method='mutual_information' and joint"):
+            acquire(source, inputs, 2, joint=True)
     fitted.fit([(normal(4, 5, 2), torch.zeros(4, 5).long())])
     with pytest.raises(NotImplementedError, match="outputs \\(N, C\\)"):
         acquire(fitted, normal(4, 5, 2), 1)

@@ -19,7 +19,7 @@ def test_rows_are_those_of_the_function(target, likelihood, options, tmp_path, c
     pool.to_csv(tmp_path / "pool.csv", index=False)
     arguments = ["acquire", run, str(tmp_path / "pool.csv"), "-o", str(tmp_path / "out.csv")]
     assert main([*arguments, "-n", "3", *options]) == 0
-    method = "mutual information" if target == "price" else "entropy"
+    method = "epig" if target == "price" else "entropy"
     assert f"3 of 5 rows chosen ({method})" in capsys.readouterr().out
     columns = ("size", "town_A", "town_B") if target == "price" else ("size", "price")
     x = rows(*columns)
