@@ -166,3 +166,13 @@ def test_noise_stays_without_leave_to_learn_it():
     hyper = Hyperparameters(PriorGroups.from_model(posterior.model), 1.0, sigma_noise=0.5)
     hyper.update(posterior.evidence_terms, 5, 1.0)
     assert_close(hyper.sigma_noise, torch.tensor(0.5).double())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_pull_is_added_to_the_gradient_of_the_negative_evidence(sign):
+    """Far larger than that gradient, it decides the direction of all steps on log δ."""
+    posterior = fitted()
+    hyper = Hyperparameters(PriorGroups.from_model(posterior.model), 1.0)
+    pull = torch.full((4,), sign * 1e6).double()
+    hyper.update(posterior.evidence_terms, 1, 1.0, pull=pull)
+    assert_close(hyper.prior_precision.log(), torch.full((4,), -0.1 * sign).double())
