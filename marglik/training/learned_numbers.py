@@ -1,12 +1,12 @@
 """Learn the parameters of a likelihood: by the evidence, or label noise by held-out data.
 
-The evidence cannot learn ε, the share of random labels. Early in training it explains the misfit
-of the network as noise, and the network then never fits. A network that has fitted wrong labels
-shows no noise. Λ and its log determinant also fall as ε rises, so the evidence prefers a large ε.
-Held-out labels determine ε: ε and a temperature τ together maximise their likelihood,
-Σ log((1 − ε) p_τ(y) + ε/C). A network that does not fit yet gets a large τ, not a large ε. A network
-that is confident in wrong predictions gets a large ε. The training uses only ε, because it learns
-the scale of the outputs itself.
+The evidence cannot learn ε, the share of random labels. Early in training it explains the misfit of
+the network as noise, and the network then never fits. A network that has fitted wrong labels shows
+no noise. Λ and its log determinant also fall as ε rises, so the evidence prefers a large ε.
+Held-out labels determine ε: ε and a temperature τ together maximise their likelihood, Σ log((1 − ε)
+p_τ(y) + ε/C). A network that does not fit yet gets a large τ, not a large ε. A network that is
+confident in wrong predictions gets a large ε. The training uses only ε, because it learns the scale
+of the outputs itself.
 
 Training starts without noise. In the last third of the epochs (`Schedule.is_late`), ε is estimated
 after each epoch. It stays 0 until the estimates of three epochs in a row are above 0, because a
