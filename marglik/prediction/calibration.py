@@ -92,7 +92,7 @@ digits with 200 held-out examples. With twice and four times the value, some net
 40 % of wrong labels."""
 PRIOR_OF_MOST_NOISE, MUCH_NOISE = 32.0, 0.5
 """Scale of the additional prior on ε, and the ε above which it applies. Chosen on two, five and ten
-classes with 200 and 1,000 held-out examples, see docs/label-noise.md."""
+classes with 200 and 1,000 held-out examples, see experiments/labels/README.md."""
 LARGEST_NOISE = 0.95
 WRONG_LABELS = 0.03
 """Share of wrong held-out labels above which a likelihood without label noise logs a hint."""
