@@ -103,9 +103,10 @@ def penalty(
     """
     part, policy = problem.parts[index], problem.options.policy
     check_optimizer(part.optimizer)
-    # Step 1: average θ of the previous step, and count the step.
-    if problem.averages:
-        state.averages[index].begin_step()
+    # Step 1: count the step.
+    average = state.averages[index] if problem.averages else None
+    if average is not None:
+        average.check_step()
         state.measures.frozen_norms = [n for n, norm in problem.norms.items() if not norm.training]
     state.steps[index] += 1
     # Step 2: in the first ten steps, find scale-invariant weights; after the tenth, raise δ once.
@@ -114,6 +115,9 @@ def penalty(
     decays, prior_scale = policy.stable_decays(state, part), state.gradient_scale * scale
     value = add_penalty(part.parameters, decays, prior_scale, part.padding, with_value=with_value)
     policy.limit_gradients(state, part, scale)  # Step 4: limit the norm of the whole gradient.
+    # Step 5: average θ of the previous step, after the operations whose gradients are in the cache.
+    if average is not None:
+        average.begin_step()
     return value
 
 

@@ -13,6 +13,7 @@ it to decide whether the weights have changed.
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from kfac_backend.sharding import local_parts
+from kfac_backend.sharding import is_part, local_parts
 from marglik.training import algorithm
 from marglik.training.loss_agreement import LossCheck
 from marglik.training.state import LearnerState, Part, Problem
@@ -68,9 +69,10 @@ class StepHooks:
         self._calls = 0
         self._calls_before: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         hooks: weakref.ref[StepHooks] = weakref.ref(self)
+        known = frozenset(id(part.optimizer) for part in problem.parts)
         self._handles = [
-            register_optimizer_step_pre_hook(partial(_before_any_step, hooks)),
-            register_optimizer_step_post_hook(partial(_after_any_step, hooks)),
+            register_optimizer_step_pre_hook(partial(_before_any_step, hooks, known)),
+            register_optimizer_step_post_hook(partial(_after_any_step, hooks, known)),
             *([] if loss_check is None else [loss_check.handle]),
         ]
         for part in problem.parts:
@@ -167,23 +169,26 @@ class WeightsLeft:
 
     def __init__(self, part: Part) -> None:
         self._parameters = part.parameters
+        self._is_whole = not any(map(is_part, part.parameters))
         self._dtypes: list[torch.dtype] = []
-        self._addresses: list[int] = []
-        self._versions: list[int] = []
+        self._marks: list[int] = []  # of the weights after the latest step
         self._views: list[Tensor] = []  # of the weights' own memory
         self._fingerprints: list[Tensor] = []
         self._compared = self._changed = 0  # number of comparisons and changes before steps
 
-    @torch.no_grad()
+    def _present(self) -> tuple[Sequence[Tensor], list[int]]:
+        """Return this rank's parts of the weights, and their marks: addresses and versions."""
+        parts = self._parameters if self._is_whole else local_parts(self._parameters)
+        return parts, [*map(Tensor.data_ptr, parts), *map(_version, parts)]
+
     def remember(self) -> None:
         """Take the fingerprints of the present weights."""
-        parts = local_parts(self._parameters)
-        self._versions = [part._version for part in parts]
-        addresses = [part.data_ptr() for part in parts]
-        if addresses != self._addresses:  # making a view takes as long as a sum
-            self._addresses, self._dtypes = addresses, [part.dtype for part in parts]
-            self._views = [view_of_bits(part) for part in parts]
-        self._fingerprints = fingerprints(self._views)
+        parts, marks = self._present()
+        number = len(parts)
+        if marks[:number] != self._marks[:number]:  # making a view takes as long as a sum
+            self._dtypes = [part.dtype for part in parts]
+            self._views = [view_of_bits(part.detach()) for part in parts]
+        self._marks, self._fingerprints = marks, fingerprints(self._views)
 
     @torch.no_grad()
     def is_changed(self) -> bool:
@@ -195,17 +200,12 @@ class WeightsLeft:
         now = fingerprints([view_like(part.to(view.device, d), view) for part, d, view in rows])
         return any(a.item() != b.item() for a, b in zip(now, self._fingerprints, strict=True))
 
-    @torch.no_grad()
     def look_before_step(self) -> None:
         """Compare before the first steps, and then if torch counts a change; see `Since`."""
-        is_early = self._compared < COMPARED_STEPS
-        if not self._fingerprints or self.is_changed_at_times:
-            return
-        if not is_early and self.is_changed_each_time:
-            return
-        parts = local_parts(self._parameters)
-        is_same = self._versions == [part._version for part in parts]
-        if is_early or not is_same or self._addresses != [part.data_ptr() for part in parts]:
+        if self._compared >= COMPARED_STEPS:
+            if self._changed or self._present()[1] == self._marks:  # decided, or unchanged
+                return
+        if self._fingerprints and not self.is_changed_at_times:
             self._compared += 1
             self._changed += self.is_changed()
 
@@ -220,6 +220,7 @@ class WeightsLeft:
         return 0 < self._changed < self._compared
 
 
+_version = attrgetter("_version")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -231,7 +232,7 @@ def fingerprints(views: list[Tensor]) -> list[Tensor]:
     float64 an even number of changed signs. On a GPU it is the norm in float64, of all tensors at
     once, which does not detect changed signs either.
     """
-    if any(view.is_floating_point() for view in views):
+    if views and views[0].is_floating_point():
         return list(torch._foreach_norm(views, 2, torch.float64))
     return [view.sum() for view in views]
 
@@ -256,16 +257,22 @@ def view_like(values: Tensor, view: Tensor) -> Tensor:
 
 
 def _before_any_step(
-    hooks: Callable[[], StepHooks | None], optimizer: torch.optim.Optimizer, *_: Any
+    hooks: Callable[[], StepHooks | None],
+    known: frozenset[int],
+    optimizer: torch.optim.Optimizer,
+    *_: Any,
 ) -> None:
-    if (own := hooks()) is not None:
+    if id(optimizer) not in known and (own := hooks()) is not None:
         own.count_before(optimizer)
 
 
 def _after_any_step(
-    hooks: Callable[[], StepHooks | None], optimizer: torch.optim.Optimizer, *_: Any
+    hooks: Callable[[], StepHooks | None],
+    known: frozenset[int],
+    optimizer: torch.optim.Optimizer,
+    *_: Any,
 ) -> None:
-    if (own := hooks()) is not None:
+    if id(optimizer) not in known and (own := hooks()) is not None:
         own.check_step_of(optimizer)
 
 
