@@ -40,22 +40,22 @@ if TYPE_CHECKING:
     from marglik.prediction.suspicious_labels import SuspiciousLabels as SuspiciousLabels
     from marglik.prediction.suspicious_labels import suspicious_labels as suspicious_labels
     from marglik.prediction.verdict import verdict as verdict
-    from marglik.training.decay_policy import DecayPolicy as DecayPolicy
     from marglik.training.learner import PriorLearner as PriorLearner
     from marglik.training.loop import OnlineResult as OnlineResult
     from marglik.training.loop import OnlineTraining as OnlineTraining
-    from marglik.training.schedule import Schedule as Schedule
-    from marglik.training.state import LearnerOptions as LearnerOptions
+    from marglik.training.options import DecayPolicy as DecayPolicy
+    from marglik.training.options import LearnerOptions as LearnerOptions
+    from marglik.training.options import Schedule as Schedule
 
 _MODULES = {
     "Acquisition": "prediction.acquisition",
-    "DecayPolicy": "training.decay_policy",
+    "DecayPolicy": "training.options",
     "Ensemble": "prediction.ensemble",
     "Hyperparameters": "posterior.prior",
     "KronLaplace": "laplace",
     "Laplace": "laplace",
     "LearnedAugmentation": "augmentation.learned",
-    "LearnerOptions": "training.state",
+    "LearnerOptions": "training.options",
     "MarglikClassifier": "estimators",
     "MarglikRegressor": "estimators",
     "OnlineResult": "training.loop",
@@ -65,7 +65,7 @@ _MODULES = {
     "PredictiveConfig": "prediction.predictive",
     "PriorGroups": "posterior.prior",
     "PriorLearner": "training.learner",
-    "Schedule": "training.schedule",
+    "Schedule": "training.options",
     "SuspiciousLabels": "prediction.suspicious_labels",
     "acquire": "prediction.acquisition",
     "calibrate": "prediction.calibration",

@@ -16,10 +16,16 @@ from marglik.laplace import Laplace, ParametricLaplace, fisher_of_backend
 from marglik.loaders import count_on_ranks
 from marglik.posterior.jacobian_ggn import Structure
 from marglik.posterior.prior import precision_to_weight_decay
-from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining, ranks_of
-from marglik.training.schedule import Average, CurvatureFrom, Keep, Schedule
+from marglik.training.options import (
+    WEIGHT_DECAY,
+    Average,
+    CurvatureFrom,
+    DecayPolicy,
+    Keep,
+    Schedule,
+)
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds

@@ -24,9 +24,9 @@ from marglik.prediction.acquisition import AcquisitionMethod, acquire
 from marglik.prediction.calibration import calibrate
 from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import Predictive, laplace_predictive, map_predictive
-from marglik.training.decay_policy import WEIGHT_DECAY, DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
+from marglik.training.options import WEIGHT_DECAY, DecayPolicy
 
 with extra("tables"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin

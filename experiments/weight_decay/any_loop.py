@@ -51,8 +51,9 @@ from experiments.weight_decay.training import (
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 from marglik import PriorLearner
-from marglik.training.average import batch_norms, renew_batch_norm
-from marglik.training.schedule import Schedule
+from marglik.training.average import renew_batch_norm
+from marglik.training.options import Schedule
+from marglik.training.problem import batch_norms
 
 EPOCHS = 30
 HELD_OUT = 200

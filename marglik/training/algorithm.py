@@ -16,7 +16,7 @@ The lines of the paper's algorithm, with its symbols, and where they are:
     burn-in B, frequency F    `Schedule.is_due_within`, asked by `end_of_epoch`
     curvature H of the data   `Posterior.fit`: K-FAC, called by `update_prior`, which `fit` calls
     K steps on log p(D | M)   `Hyperparameters.update`, from `update_prior`: Adam on log δ and log σ
-    the best model            keep="best", as laplace-torch: `LearnerState.remember_if_best`
+    the best model            keep="best", as laplace-torch: `remember_if_best`
 
 By default the result is instead the average of θ (`average`), and updates see samples
 (`samples.curvature_plan`). All other departures are in `decay_policy`, learned likelihoods in
@@ -27,26 +27,39 @@ have equally many examples: only then is that the gradient of the mean over all 
 """
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from kfac_backend.likelihoods import likelihood_of
 from kfac_backend.sharding import is_sharded
 from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import Hyperparameters, add_penalty, update_prior
-from marglik.training import held_out
+from marglik.random_state import own_random_numbers, seeded_random_numbers
+from marglik.training import decay_policy, held_out
 from marglik.training.average import take_average
+from marglik.training.decay_policy import set_decays
 from marglik.training.learned_numbers import (
     check_learned_numbers,
     learn_label_noise,
     likelihood_step,
     log_benefit_of_held_out,
 )
-from marglik.training.random_state import own_random_numbers, seeded_random_numbers
+from marglik.training.problem import Problem, check_optimizer, look_at_data
 from marglik.training.samples import curvature_plan, pass_of_update
-from marglik.training.state import LearnerState, Problem, check_optimizer, check_saved
+from marglik.training.state import (
+    LearnerState,
+    check_saved,
+    load_saved,
+    numbers_to_log,
+    unchanged_by_errors,
+)
+
+NEW_RATE = 1.25
+"""Ratio of two learning rates above which they count as different."""
 
 
 def start(
@@ -71,12 +84,12 @@ def start(
     problem.ranks.agree_on_state(lambda: check_saved(saved, problem, hyperparameters))
     to_learn = likelihood.to_learn() if problem.options.learns else {}
     likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
-    first_batch = problem.look_at_data(likelihood, sums_terms, loss)
-    state = LearnerState.initial(problem, hyperparameters, likelihood)
-    state.set_decays(problem)
+    first_batch, first_loss = look_at_data(problem, likelihood, sums_terms, loss)
+    state = LearnerState.initial(problem, hyperparameters, likelihood, first_loss)
+    set_decays(problem, state)
     check_learned_numbers(problem, state, first_batch)  # check before any work is lost
     if saved is not None:
-        state.load_state_dict(saved)
+        load_saved(state, saved)
     return state
 
 
@@ -101,7 +114,7 @@ def penalty(
         index: index of the optimiser in the list.
         with_value: whether to return ½ Σ wd ‖θ‖², see `add_penalty`.
     """
-    part, policy = problem.parts[index], problem.options.policy
+    part = problem.parts[index]
     check_optimizer(part.optimizer)
     # Step 1: count the step.
     average = state.averages[index] if problem.averages else None
@@ -110,11 +123,12 @@ def penalty(
         state.measures.frozen_norms = [n for n, norm in problem.norms.items() if not norm.training]
     state.steps[index] += 1
     # Step 2: in the first ten steps, find scale-invariant weights; after the tenth, raise δ once.
-    policy.look_at_first_steps(problem, state, part)
+    decay_policy.look_at_first_steps(problem, state, part)
     # Step 3: add the prior's gradient.
-    decays, prior_scale = policy.stable_decays(state, part), state.gradient_scale * scale
+    decays = decay_policy.stable_decays(problem, state, part)
+    prior_scale = state.gradient_scale * scale
     value = add_penalty(part.parameters, decays, prior_scale, part.padding, with_value=with_value)
-    policy.limit_gradients(state, part, scale)  # Step 4: limit the norm of the whole gradient.
+    decay_policy.limit_gradients(problem, state, part, scale)  # Step 4: limit the whole norm.
     # Step 5: average θ of the previous step, after the operations whose gradients are in the cache.
     if average is not None:
         average.begin_step()
@@ -136,17 +150,17 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
     schedule = problem.options.schedule
     if epoch <= state.epoch:
         return {}
-    with state.unchanged_by_errors(problem.model):
+    with unchanged_by_errors(state, problem.model):
         state.epoch = epoch
-        state.take_replayed_decays(problem)  # of another member of an ensemble
+        take_replayed_decays(problem, state)  # of another member of an ensemble
         if problem.learns_label_noise and epoch != schedule.epochs:  # after the last, `finish` does
             learn_label_noise(problem, state, is_late=schedule.is_late(epoch))
         # Once some labels are known to be wrong, Λ is smaller, and updates would lower the decays
         # again.
         if problem.learns_label_noise and state.likelihood.parameters["noise"].item() > 0:
             return {}
-        is_due = schedule.is_due_within(epoch) and not problem.options.policy.skips_update(state)
-        if not is_due and not problem.has_new_rate(state):
+        is_due = schedule.is_due_within(epoch) and not decay_policy.skips_update(state)
+        if not is_due and not has_new_rate(problem, state):
             return {}
         return update(problem, state)
 
@@ -157,14 +171,14 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     evidences, state.record = fit(problem, state, schedule.steps, is_last)  # K + 1
     assert state.posterior is not None
     state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
-    problem.options.policy.look_at_update(problem, state, before)
+    decay_policy.look_at_update(problem, state, before)
     state.steps_at_update, state.measures.rate = state.steps[-1], problem.rate
-    state.set_decays(problem)
+    set_decays(problem, state)
     state.evidences.append(evidences[-1])
     state.evidences_of_steps += evidences[:-1]
     if schedule.keep == "best":
-        state.remember_if_best(problem.model)
-    return state.numbers_to_log(problem.model)
+        remember_if_best(state, problem.model)
+    return numbers_to_log(state, problem.model)
 
 
 def fit(
@@ -181,6 +195,7 @@ def fit(
     if steps and not is_last and problem.corrects_decays:
         look = held_out.look_at_held_out(problem, state)
         pull = partial(held_out.correct, problem, state, look)
+    largest = None if is_last else partial(decay_policy.largest_precisions, problem, state)
     state.measures.has_estimates |= is_sample or curvature.make_fisher().draws
     state.posterior = posterior = Posterior(
         problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,
@@ -195,8 +210,7 @@ def fit(
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=is_sample, progress=problem.progress,
-                largest=options.policy.limits(problem, state, is_last),
-                settles_noise=is_last and settles, pull=pull,
+                largest=largest, settles_noise=is_last and settles, pull=pull,
             )  # fmt: skip
         record |= plan._asdict() | {"num_data": N}
         if problem.corrects_decays:
@@ -245,7 +259,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         average_of_part.clear()
     if state.posterior is not None and not is_sharded(problem.model):
         state.posterior.gather()  # so that one rank alone can predict
-    problem.options.policy.warn_at_the_end(problem, state)
+    decay_policy.warn_at_the_end(problem, state)
     log_benefit_of_held_out(problem, state)
     return numbers
 
@@ -255,7 +269,7 @@ def last_update(
 ) -> dict[str, float]:
     """Update the prior at the present parameters, if an update is due and was not made yet."""
     schedule, numbers = problem.options.schedule, dict[str, float]()
-    with state.unchanged_by_errors(problem.model, parameters=schedule.keep == "best"):
+    with unchanged_by_errors(state, problem.model, parameters=schedule.keep == "best"):
         is_trained, is_fitted = state.steps[-1] > 0, state.posterior_is_current(problem)
         is_updated = state.steps[-1] == state.steps_at_update and (is_fitted or not state.posterior)
         if is_trained and problem.learns_label_noise:
@@ -271,9 +285,58 @@ def last_update(
                 state.evidences.pop()
             evidences, state.record = fit(problem, state, 0, is_last=True)
             state.evidences.append(evidences[-1])
-        if not keeps_parameters and state.go_back_to_best(problem.model):
+        if not keeps_parameters and go_back_to_best(state, problem.model):
             if problem.learns_label_noise:
                 learn_label_noise(problem, state)
             state.evidences.append(fit(problem, state, 0, is_last=True)[0][-1])
-            state.set_decays(problem)
+            set_decays(problem, state)
     return numbers
+
+
+# --- details of an epoch's end and of keep="best" ---
+
+
+def has_new_rate(problem: Problem, state: LearnerState) -> bool:
+    """Return whether the learning rate has changed since the last update, which makes one due.
+
+    If the end is known, updates are frequent enough without this rule.
+    """
+    schedule, rates = problem.options.schedule, sorted((state.measures.rate, problem.rate))
+    is_open = schedule.epochs is None or state.epoch > schedule.epochs
+    may_update = is_open and schedule.every is None and state.measures.rate > 0
+    return may_update and rates[1] > NEW_RATE * rates[0]
+
+
+def take_replayed_decays(problem: Problem, state: LearnerState) -> None:
+    """Use the weight decays that another training had from this epoch on."""
+    if state.epoch in problem.replayed:
+        delta, sigma, likelihood = problem.replayed[state.epoch]
+        state.likelihood = likelihood_of(likelihood)
+        state.hyperparameters.set(delta, sigma)
+        set_decays(problem, state)
+
+
+def remember_if_best(state: LearnerState, model: nn.Module) -> None:
+    """Store the network and the learned values if no update had a higher evidence."""
+    hyper, value = state.hyperparameters, state.evidences[-1]
+    if state.best is None or value > state.best["evidence"]:
+        state.best = {
+            "evidence": value,
+            "epoch": state.epoch,
+            "model": deepcopy(model.state_dict()),
+            "prior_precision": hyper.prior_precision,
+            "sigma_noise": hyper.sigma_noise,
+            "likelihood": str(state.likelihood),
+        }
+
+
+def go_back_to_best(state: LearnerState, model: nn.Module) -> bool:
+    """Restore the network of the best update; return False if this is the last update."""
+    best = state.best
+    if best is None or best["evidence"] <= state.evidences[-1]:
+        return False
+    model.load_state_dict(best["model"])
+    state.hyperparameters.set(best["prior_precision"], best["sigma_noise"])
+    state.likelihood = likelihood_of(best["likelihood"])
+    state.kept_epoch = best["epoch"]
+    return True

@@ -10,153 +10,27 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from kfac_backend.engine.batches import arguments, split_batch, to_device
 from kfac_backend.engine.model_calls import forked_random_numbers
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
-from kfac_backend.sharding import (
-    is_part,
-    is_sharded,
-    local_part,
-    local_parts,
-    part_of_whole,
-    with_local_parts,
-)
+from kfac_backend.sharding import is_sharded
 from marglik.eval_mode import preserve_mode
 from marglik.loaders import Loader, own_iteration
-from marglik.training.random_state import random_numbers_restored
+from marglik.random_state import random_numbers_restored
+from marglik.training.problem import Problem, batch_norms
 from marglik.training.samples import sampled
-
-if TYPE_CHECKING:
-    from marglik.training.state import LearnerState, Problem
+from marglik.training.state import LearnerState
 
 _logger = logging.getLogger(__name__)
 
-ETA = 4
-"""η. The average has the same mean age and effective number of steps as a mean over the last third:
-.166 and .36 of the steps so far."""
-
-
 FEW_EXAMPLES = 2_560
 """Number of training examples from which BatchNorm's statistics are computed during a training."""
-
-
-class WeightAverage:
-    """The average of parameters over their steps so far.
-
-    A step's parameters are added when the average is next needed, or before the next step. Changes
-    by the loop after the step, such as a projection, are therefore included.
-
-    Args:
-        parameters: the parameters to average.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self.values: list[Tensor] = []
-        """The averages, at least in float32, because lower precisions would round small changes
-        away; for sharded parameters this rank's parts. Empty before the first step."""
-        self.count = 0
-        """Number of averaged steps."""
-        self.has_latest = True
-        """Whether the average includes the latest step."""
-        self.is_written = False
-        """Whether the parameters have been set to their averages at the training's end."""
-        self.is_temporary = False
-        """Whether the parameters are temporarily set to their averages, within `written`."""
-
-    def check_step(self) -> None:
-        """Raise a RuntimeError for a step within `averaged`, which would be lost."""
-        if self.is_temporary:
-            raise RuntimeError(
-                "The optimiser stepped within averaged(). At its end the parameters are restored, "
-                "so this step would be lost. Train outside of the context."
-            )
-
-    def begin_step(self) -> None:
-        """Add the parameters of the previous step, before a new one."""
-        self.include_latest()
-        self.has_latest = self.is_written = False
-
-    @torch.no_grad()
-    def include_latest(self) -> None:
-        """Add the present values, unless the average already includes the latest step."""
-        if self.has_latest:
-            return
-        self.count += 1
-        parts = local_parts(self._parameters)
-        if [part.dtype for part in parts] != [value.dtype for value in self.values]:
-            dtypes = [torch.promote_types(part.dtype, torch.float32) for part in parts]
-            parts = [part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
-        if self.count == 1:
-            self.values = [part.clone() for part in parts]
-        else:
-            torch._foreach_lerp_(self.values, parts, (ETA + 1) / (self.count + ETA))
-        self.has_latest = True
-
-    def clear(self) -> None:
-        """Start again with the next step."""
-        self.values, self.count = [], 0
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Set the parameters to their averages."""
-        torch._foreach_copy_(local_parts(self._parameters), self.values)
-
-    @contextmanager
-    def written(self) -> Iterator[None]:
-        """Context manager in which the parameters have their averages."""
-        present = [part.clone() for part in local_parts(self._parameters)]
-        self.write()
-        self.is_temporary = True
-        try:
-            yield
-        finally:
-            self.is_temporary = False
-            with torch.no_grad():
-                torch._foreach_copy_(local_parts(self._parameters), present)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the averages and their number of steps; sharded like the parameters."""
-        parameters = self._parameters if self.count else []
-        values = with_local_parts(parameters, [value.clone() for value in self.values])
-        return {"values": values, "count": self.count, "has_latest": self.has_latest}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a result of `state_dict`, onto the parameters' devices.
-
-        For sharded parameters the state may be sharded alike, or whole (`gathered_state`).
-
-        Raises:
-            ValueError: the tensors of the state were cast.
-        """
-        values = [*zip(state["values"], self._parameters)]  # noqa: B905  # none before it begins
-        for value, p in values:
-            if value.dtype != (dtype := torch.promote_types(p.dtype, torch.float32)):
-                raise ValueError(
-                    f"The state's averages are in {value.dtype}, but parameters in {p.dtype} need "
-                    f"averages in {dtype}. Load the state as it was saved, with the same model and "
-                    "dtype."
-                )
-        self.count, self.has_latest = state["count"], state["has_latest"]
-        self.values = [
-            local_part(value).to(p.device, copy=True)
-            if is_part(value) or not is_part(p)
-            else part_of_whole(value.to(p.device), p).clone()
-            for value, p in values
-        ]
-
-
-def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the layers with running statistics, by name."""
-    norms = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
-    return {name: norm for name, norm in norms.items() if norm.running_mean is not None}
 
 
 @torch.no_grad()
@@ -211,7 +85,7 @@ def renew_batch_norm(
 # --- the average so far, for a validation and at the training's end ---
 
 
-def take_average(problem: "Problem", state: "LearnerState") -> None:
+def take_average(problem: Problem, state: LearnerState) -> None:
     """Set the network to the average of its steps, if there is one.
 
     A second call does nothing until there are further steps.
@@ -233,7 +107,7 @@ def take_average(problem: "Problem", state: "LearnerState") -> None:
 
 
 @contextmanager
-def averaged(problem: "Problem", state: "LearnerState") -> Iterator[nn.Module]:
+def averaged(problem: Problem, state: LearnerState) -> Iterator[nn.Module]:
     """Context manager in which the network has the average of its parameters so far.
 
     This is the network that `PriorLearner.finish` would return. Validation loss, early stopping and

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +38,12 @@ from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, fit_sharpness
+from marglik.random_state import random_numbers_restored, seeded_random_numbers
 from marglik.training.average import averaged
 from marglik.training.learned_numbers import outputs_and_labels
-from marglik.training.random_state import random_numbers_restored, seeded_random_numbers
-from marglik.training.schedule import LATE_SHARE
-
-if TYPE_CHECKING:
-    from marglik.training.decay_policy import Measures
-    from marglik.training.state import LearnerState, Problem
+from marglik.training.options import LATE_SHARE
+from marglik.training.problem import Problem
+from marglik.training.state import LearnerState, Measures
 
 NUM_PARTS = 10
 """Number of parts of the held-out data. Their gradients differ by sampling errors."""
@@ -217,7 +215,7 @@ def gradients_in_log_decays(
     return by_part.cpu()
 
 
-def times_left(problem: "Problem", state: "LearnerState") -> list[float]:
+def times_left(problem: Problem, state: LearnerState) -> list[float]:
     """Return the time h of gradient flow in the remaining steps, for each trainable tensor.
 
     If the number of epochs is unknown, as many steps are assumed to remain as were made.
@@ -238,7 +236,7 @@ def times_left(problem: "Problem", state: "LearnerState") -> list[float]:
 # --- a look at the held-out data ---
 
 
-def look_at_held_out(problem: "Problem", state: "LearnerState") -> HeldOutLook:
+def look_at_held_out(problem: Problem, state: LearnerState) -> HeldOutLook:
     """Return the losses of the held-out labels at the average, and their gradients; collective."""
     model, ranks, batches = problem.model, problem.ranks, problem.held_out
     assert batches is not None
@@ -299,7 +297,7 @@ def _losses(f: Tensor, y: Tensor, temperature: float, noise: float) -> Tensor:
 
 
 def _parts(
-    problem: "Problem", state: "LearnerState", batches: Any
+    problem: Problem, state: LearnerState, batches: Any
 ) -> Iterator[tuple[int, Any, Tensor]]:
     """Yield a part's number, inputs and labels: batches in turn, or pieces of few batches.
 
@@ -334,7 +332,7 @@ def rise_of(best: Tensor | None, losses: Tensor) -> float:
     return difference.mean().item() / max(error, 1e-12)
 
 
-def may_raise(problem: "Problem", state: "LearnerState", z: float) -> bool:
+def may_raise(problem: Problem, state: LearnerState, z: float) -> bool:
     """Return whether the common factor rises if the held-out loss falls as all decays rise.
 
     Not before half of the epochs that precede the last third, or of ``updates``, have ended.
@@ -345,7 +343,7 @@ def may_raise(problem: "Problem", state: "LearnerState", z: float) -> bool:
 
 
 def correct(
-    problem: "Problem", state: "LearnerState", look: HeldOutLook, posterior: Posterior
+    problem: Problem, state: LearnerState, look: HeldOutLook, posterior: Posterior
 ) -> Tensor | None:
     """Change the common factor. Return the pull on log δ of each group, (G,), or None.
 
@@ -367,7 +365,7 @@ def correct(
     return LOWERING * problem.num_data * shrunk(in_groups).clamp(min=0)
 
 
-def move_gate(measures: "Measures", look: HeldOutLook, limit: float | None) -> None:
+def move_gate(measures: Measures, look: HeldOutLook, limit: float | None) -> None:
     """Raise the common factor up to a limit, or lower it for None. Store the best losses."""
     losses, best, measures.rise = look.losses, measures.best_losses, look.rise
     if best is None or best.shape != losses.shape or losses.mean() < best.mean():

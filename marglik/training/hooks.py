@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from kfac_backend.sharding import is_part, local_parts
 from marglik.training import algorithm
 from marglik.training.loss_agreement import LossCheck
-from marglik.training.state import LearnerState, Part, Problem
+from marglik.training.problem import Part, Problem, count_batches_of_step
+from marglik.training.state import LearnerState
 
 _ACTIVE: "WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[StepHooks]]" = WeakKeyDictionary()
 """Maps each optimiser to its hooks."""
@@ -142,7 +143,7 @@ class StepHooks:
         """Add the prior's gradient, if the step will be made."""
         check, self.loss_check = self.loss_check, None
         if check is not None:
-            self.problem.count_batches_of_step(check.compare())
+            count_batches_of_step(self.problem, check.compare())
         if not _is_skipped(optimizer):
             scale = getattr(optimizer, "grad_scale", None)
             algorithm.penalty(self.problem, self.state, 1.0 if scale is None else scale, part)

@@ -44,10 +44,12 @@ from marglik.loaders import Loader, own_iteration
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_sharpness, scaled_loss
 from marglik.prediction.predictive import outputs_of
+from marglik.random_state import random_numbers_restored
 from marglik.training.average import averaged
-from marglik.training.random_state import random_numbers_restored
+from marglik.training.decay_policy import set_decays
+from marglik.training.problem import Problem
 from marglik.training.samples import sampled
-from marglik.training.state import LearnerState, Problem
+from marglik.training.state import LearnerState
 
 _logger = logging.getLogger(__name__)
 
@@ -255,7 +257,7 @@ def learn_label_noise(problem: Problem, state: LearnerState, *, is_late: bool = 
         in_a_row = (shares[i : i + EPOCHS_THAT_SHOW] for i in range(last))
         noise = max(map(min, in_a_row), default=0.0)
     state.likelihood = state.likelihood.replace(noise=noise if noise >= NO_NOISE else 0.0)
-    state.set_decays(problem)
+    set_decays(problem, state)
 
 
 def _noise_of(problem: Problem, state: LearnerState, batches: Loader) -> float:

@@ -22,12 +22,12 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import Hyperparameters, PriorGroups
 from marglik.training import algorithm
 from marglik.training.average import averaged
-from marglik.training.decay_policy import DecayPolicy
 from marglik.training.hooks import StepHooks, active_hooks
 from marglik.training.learned_numbers import validation_loss
 from marglik.training.loss_agreement import LossCheck
-from marglik.training.schedule import Schedule
-from marglik.training.state import SAVED, LearnerOptions, LearnerState, Problem, optimizers_of
+from marglik.training.options import DecayPolicy, LearnerOptions, Schedule
+from marglik.training.problem import Problem, optimizers_of
+from marglik.training.state import SAVED, LearnerState, numbers_to_log, state_dict_of
 
 _logger = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class PriorLearner:
         state, is_logged = self.state, self._hooks is None or not self.problem.has_rounds
         if is_logged or state.steps_at_update != state.steps[-1]:
             return {}
-        return state.numbers_to_log(self.problem.model)
+        return numbers_to_log(state, self.problem.model)
 
     def replay(self) -> "PriorLearner":
         """Return a learner that gives another network the same weight decays over time.
@@ -311,7 +311,7 @@ class PriorLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resume: tensors, numbers and strings; empty before the start."""
-        return self.state.state_dict(self.problem) if hasattr(self, "state") else {}
+        return state_dict_of(self.problem, self.state) if hasattr(self, "state") else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`; it takes effect at the next `start`."""

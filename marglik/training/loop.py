@@ -57,10 +57,10 @@ from marglik.loaders import (
 )
 from marglik.prediction.suspicious_labels import TrainingProbabilities
 from marglik.prediction.verdict import verdict
+from marglik.random_state import own_random_numbers, random_state, set_random_state
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
 from marglik.training.learner import PriorLearner
-from marglik.training.random_state import own_random_numbers, random_state, set_random_state
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds

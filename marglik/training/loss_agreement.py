@@ -7,7 +7,7 @@ smoothing hardly changes the value for a network that was just initialised.
 import math
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from kfac_backend.engine.model_calls import logits_of
 from kfac_backend.likelihoods import IGNORED, Likelihood, check_targets, num_counted_terms
 from kfac_backend.precision import at_least_float32
-
-if TYPE_CHECKING:
-    from marglik.training.state import LearnerOptions
+from marglik.training.options import LearnerOptions
 
 TOLERANCE = 1e-3
 """Tolerance relative to the gradients' norm, or several times the rounding error of a coarser
@@ -49,7 +47,7 @@ class LossCheck:
         self,
         model: nn.Module,
         likelihood: Likelihood,
-        options: "LearnerOptions",
+        options: LearnerOptions,
         *,
         only_counts: bool = False,
     ) -> None:
@@ -116,7 +114,7 @@ def warn_of_another_loss(
     f: Tensor,
     y: Tensor,
     likelihood: Likelihood,
-    options: "LearnerOptions",
+    options: LearnerOptions,
 ) -> None:
     """Warn, with the likely cause, unless ∂loss/∂f = scale · Σ ∇ℓ / count.
 
@@ -142,7 +140,7 @@ def warn_of_another_gradient(
     f: Tensor,
     y: Tensor,
     likelihood: Likelihood,
-    options: "LearnerOptions",
+    options: LearnerOptions,
     *,
     may_be_scaled: bool = False,
 ) -> None:

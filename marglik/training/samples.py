@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,15 +25,11 @@ from kfac_backend.options import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from marglik.loaders import EpochBatches, Loader, own_iteration
 from marglik.posterior.posterior import Posterior
-from marglik.training.random_state import random_numbers_restored
+from marglik.random_state import random_numbers_restored
+from marglik.training.options import LearnerOptions
+from marglik.training.problem import FEWEST, SHARE, Problem
+from marglik.training.state import LearnerState
 
-if TYPE_CHECKING:
-    from marglik.training.state import LearnerOptions, LearnerState, Problem
-
-SHARE = 0.1
-"""Cost of an update as a share of the steps since the last update, in passes over one example."""
-FEWEST = 256
-"""Minimum number of examples in a sample."""
 BATCH_SIZE = 256
 """Number of examples in its batches. Large batches take a fraction of the time of many small
 ones."""
@@ -54,7 +50,7 @@ class CurvaturePlan(NamedTuple):
     """The requested Fisher, or "random_signs" instead of "exact"."""
 
 
-def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> CurvaturePlan:
+def curvature_plan(problem: Problem, state: LearnerState, is_last: bool) -> CurvaturePlan:
     """Return the plan of an update that follows now.
 
     Costs are counted in passes over one example. A training step is a forward pass and a backward
@@ -92,7 +88,7 @@ def curvature_plan(problem: "Problem", state: "LearnerState", is_last: bool) -> 
     return CurvaturePlan(number, "random_signs" if estimates else fisher)
 
 
-def takes_all(options: "LearnerOptions") -> bool:
+def takes_all(options: LearnerOptions) -> bool:
     """Return whether all updates pass over all data in the loader's batches."""
     # With keep="best", noise would choose among the evidences. Jacobians cost the same for random
     # vectors.
@@ -101,7 +97,7 @@ def takes_all(options: "LearnerOptions") -> bool:
 
 
 def pass_of_update(
-    problem: "Problem", state: "LearnerState", plan: CurvaturePlan, is_last: bool
+    problem: Problem, state: LearnerState, plan: CurvaturePlan, is_last: bool
 ) -> tuple[CurvatureOptions, Iterable[Any]]:
     """Return the options and the batches of a plan.
 

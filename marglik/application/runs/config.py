@@ -13,9 +13,8 @@ from kfac_backend.options import (
 )
 from marglik.application.runs.loggers import LoggerName, check_logger
 from marglik.posterior.prior import PriorStructure, UpdateMethod
-from marglik.training.decay_policy import WEIGHT_DECAY
 from marglik.training.loop import CompileMode
-from marglik.training.schedule import CurvatureFrom, Schedule
+from marglik.training.options import WEIGHT_DECAY, CurvatureFrom, Schedule
 
 Accelerator = Literal["auto", "cpu", "cuda"]
 Augmentation = Literal["none", "standard", "learned"]

@@ -33,9 +33,9 @@ from marglik.prediction.predictive import Predictive, map_predictive, outputs_of
 from marglik.prediction.verdict import in_words, instability
 from marglik.specification import build_from_spec
 from marglik.storage.checkpoint import Checkpoints
-from marglik.training.decay_policy import DecayPolicy
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineResult, OnlineTraining, Record
+from marglik.training.options import DecayPolicy
 
 _logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from kfac_backend import CurvatureOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import gathered_state, is_sharded
 from marglik import PriorLearner
-from marglik.training.random_state import own_random_numbers
+from marglik.random_state import own_random_numbers
 from tests.marglik.callbacks.online import (
     EPOCHS,
     OPTIONS,

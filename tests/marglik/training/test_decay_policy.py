@@ -20,8 +20,17 @@ from kfac_backend import KroneckerBlock
 from kfac_backend.ranks import Ranks
 from marglik import DecayPolicy, Posterior, PriorLearner
 from marglik.posterior.prior import Hyperparameters, PriorGroups
-from marglik.training.decay_policy import NEW_NORM, Measures, clip_gradients
-from marglik.training.schedule import Schedule
+from marglik.training.decay_policy import (
+    NEW_NORM,
+    clip_gradients,
+    largest_precisions,
+    look_at_update,
+    skips_update,
+    warn_at_the_end,
+    warn_of_late_fit,
+)
+from marglik.training.options import Schedule
+from marglik.training.state import Measures
 from tests.marglik.plain_loop import learn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,9 +145,9 @@ def test_while_a_network_fits_late_no_decay_may_rise(losses, loss, gamma, rule, 
         effective_parameters=lambda *_: torch.tensor([gamma / 2, gamma / 2]),
     )
     posterior = SimpleNamespace(loss=torch.tensor(500 * loss), evidence_terms=terms)
-    options = SimpleNamespace(temperature=1.0)
+    options = SimpleNamespace(temperature=1.0, policy=DecayPolicy(**rule))
     problem = SimpleNamespace(options=options, num_data=500, ranks=Ranks(None))
-    largest = DecayPolicy(**rule).largest_precisions(problem, state, posterior)
+    largest = largest_precisions(problem, state, posterior)
     assert measures.fits_late == is_late
     if not (is_late and rule):  # the default warns alone
         assert largest is None
@@ -213,7 +222,7 @@ def test_a_late_fit_is_named_at_half_of_the_epochs(fits_late, epoch, warns, recw
     measures = Measures([], [None], fits_late=fits_late)
     state = SimpleNamespace(losses=[*LATE, (epoch, 1.0)], measures=measures)
     problem = SimpleNamespace(options=SimpleNamespace(schedule=Schedule(epochs=40)))
-    DecayPolicy().warn_of_late_fit(problem, state)
+    warn_of_late_fit(problem, state)
     assert any("does not fit yet" in str(w.message) for w in recwarn) == warns
 
 
@@ -223,6 +232,7 @@ def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
     Evidences of all data have no error.
     """
     generator = torch.Generator().manual_seed(0)
+    problem = SimpleNamespace(options=SimpleNamespace(policy=DecayPolicy()), num_data=1)
     shares = []
     for fall, has_estimates in ((0.0, True), (0.2, True), (0.0, False)):
         count = 0
@@ -236,7 +246,7 @@ def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
             )  # fmt: skip
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
-                DecayPolicy().warn_at_the_end(SimpleNamespace(num_data=1), state)
+                warn_at_the_end(problem, state)
             count += len(warned)
         shares.append(count / 200)
     assert shares[0] < 0.2 and shares[1] > 0.9 and shares[2] > 0.9
@@ -291,12 +301,7 @@ def test_updates_rest_once_decays_have_settled_and_go_on_when_they_move():
         assert after in (1, 2 if gap == 1 else 2 * gap - 1)
     measures = prior.state.measures
     measures.rest, measures.left_out = 2, 0
-    assert [prior.options.policy.skips_update(prior.state) for _ in range(4)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert [skips_update(prior.state) for _ in range(4)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -314,23 +319,23 @@ def test_updates_that_undo_each_other_are_followed_by_a_rest(changes, rest):
         factors=SimpleNamespace(blocks={"0.weight": block}, num_loss_terms=500, num_data=500)
     )
     state = SimpleNamespace(
-        hyperparameters=hyper, measures=measures, losses=[], record=record, posterior=posterior
-    )
-    problem = SimpleNamespace(
-        options=SimpleNamespace(schedule=Schedule(epochs=20)), may_rest=lambda _: True,
-        ranks=Ranks(None), num_data=500,
+        hyperparameters=hyper, measures=measures, losses=[], record=record, posterior=posterior,
+        ranges=None,
     )  # fmt: skip
-    policy = DecayPolicy(late_fit=None)
+    options = SimpleNamespace(schedule=Schedule(epochs=20), policy=DecayPolicy(late_fit=None))
+    problem = SimpleNamespace(
+        options=options, learned_by_evidence={}, ranks=Ranks(None), num_data=500
+    )
     for change in changes:
         before = hyper.prior_precision
         factors = torch.full_like(before, math.exp(change))
         factors[groups.names.index("3.bias")] = math.e  # the data does not determine it
         hyper.set(before * factors, hyper.sigma_noise)
-        policy.look_at_update(problem, state, before)
+        look_at_update(problem, state, before)
     assert measures.rest == rest
     # Two examples cannot show that these decays have settled.
     record["num_examples"] = 2
-    policy.look_at_update(problem, state, hyper.prior_precision)
+    look_at_update(problem, state, hyper.prior_precision)
     assert measures.rest == 0
 
 

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.training import held_out
-from marglik.training.decay_policy import Measures
 from marglik.training.held_out import (
     HeldOutLook,
     displacements,
@@ -22,6 +21,7 @@ from marglik.training.held_out import (
     rise_of,
     shrunk,
 )
+from marglik.training.state import Measures
 
 D, N = 4, 30
 DELTAS = torch.tensor([2.0, 9.0], dtype=torch.float64)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from kfac_backend.likelihoods import StudentT
 from marglik import OnlineTraining, PriorLearner
 from marglik.training.algorithm import end_of_epoch, finish, penalty
+from marglik.training.decay_policy import stable_decays
 from marglik.training.hooks import fingerprints, view_like, view_of_bits
 from tests.marglik.callbacks.online import dataset, loader, network, sgd
 from tests.marglik.plain_loop import learn
@@ -641,7 +642,7 @@ def test_updates_of_a_stream_follow_rounds_of_steps(monkeypatch):
     # Another learning rate is followed by an update.
     _, updates = trained(72, lambda step: 1.0 if step < 50 else 0.6, updates=4)
     assert updates == [8, 16, 24, 32, 48, 56, 64]
-    monkeypatch.setattr("marglik.training.state.FEWEST", 1)
+    monkeypatch.setattr("marglik.training.problem.FEWEST", 1)
     prior, updates = trained(17, updates=4)
     assert updates == [3, 6, 9, 12]  # rounds of ten examples
 
@@ -712,10 +713,9 @@ def test_both_optimisers_decays_are_limited():
     prior = PriorLearner("classification", weight_decay=4.0, updates=0)
     prior.start(model, optimizers, loader(), 2)
     problem, state = prior.problem, prior.state
-    policy = problem.options.policy
     with pytest.warns(RuntimeWarning, match="decay of 0.weight, 0.bias has grown beyond 1 / learn"):
-        assert policy.stable_decays(state, problem.parts[0]) == pytest.approx([2.0, 2.0])
-    assert policy.stable_decays(state, problem.parts[1]) == pytest.approx([4.0, 4.0])
+        assert stable_decays(problem, state, problem.parts[0]) == pytest.approx([2.0, 2.0])
+    assert stable_decays(problem, state, problem.parts[1]) == pytest.approx([4.0, 4.0])
     assert state.measures.limited == ["0.bias", "0.weight"]
 
 

@@ -22,7 +22,7 @@ from marglik import (
 from marglik.prediction.calibration import HeldOut, scaled_loss
 from marglik.training import algorithm
 from marglik.training import average as average_module
-from marglik.training.average import WeightAverage
+from marglik.training.state import WeightAverage
 from tests.marglik.callbacks.online import (
     EPOCHS,
     LR,
