@@ -15,6 +15,7 @@ from kfac_backend.ranks import Ranks
 from marglik.laplace import Laplace, ParametricLaplace, fisher_of_backend
 from marglik.loaders import count_on_ranks
 from marglik.posterior.jacobian_ggn import Structure
+from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining, ranks_of
@@ -136,76 +137,73 @@ def marglik_training(
             "precision per parameter tensor) or 'scalar' (one precision). For one precision per "
             "parameter, use laplace.marglik_training(..., backend=KfacGGN)."
         )
-
     likelihood = likelihood_of(likelihood)
     options = fisher_of_backend(backend, options)
     curvature = CurvatureOptions().replace(dict_key_x=dict_key_x, dict_key_y=dict_key_y, **options)
-    optimizer = optimizer_cls(model.parameters(), **(optimizer_kwargs or {}))
-    if any(group.get("weight_decay") for group in optimizer.param_groups):
-        warnings.warn("weight_decay is set to 0, because the prior replaces it.", stacklevel=2)
-        for group in optimizer.param_groups:
-            group["weight_decay"] = 0.0
+    optimizer = _without_weight_decay(optimizer_cls(model.parameters(), **(optimizer_kwargs or {})))
+    scheduler = scheduler_cls and scheduler_cls(optimizer, **(scheduler_kwargs or {}))
     schedule = Schedule(
         n_epochs, marglik_frequency, n_epochs_burnin, n_hypersteps, keep=keep, average=average
     )
-    if n_epochs_burnin > n_epochs or (
-        keep == "best" and not any(map(schedule.is_due, range(1, n_epochs + 1)))
-    ):
-        warnings.warn(
-            f"n_epochs={n_epochs}, marglik_frequency={marglik_frequency} and "
-            f"n_epochs_burnin={n_epochs_burnin} give no update. The weight decays keep their "
-            "initial values. Pass a smaller marglik_frequency, or more epochs.",
-            stacklevel=2,
-        )
+    _warn_without_updates(schedule)
     weight_decay = WEIGHT_DECAY
     if prior_prec_init is not None:
         check_positive("prior_prec_init", prior_prec_init)
         ranks = Ranks(None) if fabric is None else ranks_of(fabric)
         num_data = count_on_ranks(train_loader, ranks, curvature)
         weight_decay = precision_to_weight_decay(prior_prec_init, num_data, temperature)
-    scheduler = scheduler_cls and scheduler_cls(optimizer, **(scheduler_kwargs or {}))
-    has_sigma = likelihood.has_sigma
+    has_sigma, is_scalar = likelihood.has_sigma, prior_structure == "scalar"
     learner = PriorLearner(
-        likelihood,
-        curvature,
-        weight_decay=weight_decay,
-        structure="scalar" if prior_structure == "scalar" else "per_tensor",
-        lr=lr_hyp,
-        temperature=temperature,
+        likelihood, curvature, schedule=schedule, weight_decay=weight_decay,
+        policy=DecayPolicy.corrected() if correct_decays else DecayPolicy(),
+        structure="scalar" if is_scalar else "per_tensor", lr=lr_hyp, temperature=temperature,
         sigma_noise=sigma_noise_init if has_sigma else 1.0,
         learn_sigma_noise=has_sigma and not fix_sigma_noise,
-        schedule=schedule,
-        hessian_structure=hessian_structure,
-        curvature_from=curvature_from,
-        policy=DecayPolicy.corrected() if correct_decays else DecayPolicy(),
-    )
+        hessian_structure=hessian_structure, curvature_from=curvature_from,
+    )  # fmt: skip
     result = OnlineTraining(
-        model,
-        optimizer,
-        train_loader,
-        learner,
-        scheduler=scheduler,
-        held_out=held_out,
-        fabric=fabric,
-        progress=progress_bar,
-        keep_probabilities=False,
-    ).run()
-    posterior = result.laplace
-    number = 1 if prior_structure == "scalar" else posterior.n_layers
-    laplace = Laplace(
-        model,
-        posterior.likelihood,  # with its learned parameters
-        "all",
-        hessian_structure,
-        options=curvature,
-        prior_precision=posterior.prior_precision[:number],
-        sigma_noise=posterior.sigma_noise,
-        temperature=temperature,
-        enable_backprop=enable_backprop,
-    )
-    laplace.restore(posterior.fitted_curvature(), posterior.sample_size)
-    laplace.fingerprints = posterior.fingerprints
+        model, optimizer, train_loader, learner, scheduler=scheduler, held_out=held_out,
+        fabric=fabric, progress=progress_bar, keep_probabilities=False,
+    ).run()  # fmt: skip
+    laplace = _laplace_of(result.laplace, curvature, is_scalar, enable_backprop)
     model.eval()  # as in laplace-torch
     losses = [record["objective"] for record in result.records if record["kind"] == "epoch"]
     negative_evidences = [-evidence for evidence in result.evidences]
     return MarglikTraining(laplace, model, negative_evidences, losses)
+
+
+def _without_weight_decay(optimizer: Optimizer) -> Optimizer:
+    """Return the optimiser with a weight decay of 0; warn if it had another one."""
+    if any(group.get("weight_decay") for group in optimizer.param_groups):
+        warnings.warn("weight_decay is set to 0, because the prior replaces it.", stacklevel=3)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+    return optimizer
+
+
+def _warn_without_updates(schedule: Schedule) -> None:
+    epochs, every, burn_in = schedule.epochs, schedule.every, schedule.burn_in
+    assert epochs is not None
+    has_update = any(map(schedule.is_due, range(1, epochs + 1)))
+    if burn_in > epochs or (schedule.keep == "best" and not has_update):
+        warnings.warn(
+            f"n_epochs={epochs}, marglik_frequency={every} and n_epochs_burnin={burn_in} give no "
+            "update. The weight decays keep their initial values. Pass a smaller "
+            "marglik_frequency, or more epochs.",
+            stacklevel=3,
+        )
+
+
+def _laplace_of(
+    posterior: Posterior, curvature: CurvatureOptions, is_scalar: bool, enable_backprop: bool
+) -> ParametricLaplace:
+    """Return a posterior with the interface of laplace-torch, and one δ if it is a scalar."""
+    laplace = Laplace(
+        posterior.model, posterior.likelihood, "all", posterior.structure, options=curvature,
+        prior_precision=posterior.prior_precision[: 1 if is_scalar else None],
+        sigma_noise=posterior.sigma_noise, temperature=posterior.temperature,
+        enable_backprop=enable_backprop,
+    )  # fmt: skip
+    laplace.restore(posterior.fitted_curvature(), posterior.sample_size)
+    laplace.fingerprints = posterior.fingerprints
+    return laplace

@@ -23,7 +23,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -170,16 +170,8 @@ class OnlineTraining:
         progress: bool = False,
         keep_probabilities: bool = True,
     ) -> None:
-        check_module(model)
-        epochs = learner.options.schedule.epochs
-        if epochs is None:
-            raise ValueError("The loop needs a number of epochs. Pass Schedule(epochs=...).")
         kfac = optimizer if isinstance(optimizer, KFAC) else None
-        if compile_mode is not None and kfac is not None:
-            raise ValueError(
-                "K-FAC (optimizer.name=kfac) cannot place hooks in a compiled model. Train "
-                "without compile, or with another optimiser."
-            )
+        self._epochs = _checked_epochs(model, learner, kfac, compile_mode)
         self.model = model
         self.train_loader = train_loader
         self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
@@ -195,13 +187,12 @@ class OnlineTraining:
         # Before Fabric wraps the network in DDP, so that ranks which differ end with an error that
         # names the difference.
         check_shards(train_loader, self.ranks)
-        self._epochs = epochs
         self._start = partial(
             learner.start,
             model,
             optimizer,
             self.curvature_loader,
-            epochs,
+            self._epochs,
             steps_per_epoch=length(train_loader),
             ranks=self.ranks,
             sums_terms=True,
@@ -211,13 +202,11 @@ class OnlineTraining:
         self._start()
         if not self._is_alone:
             _warn_of_batch_norm(model)
-        # dynamic=False: only two batch sizes occur, the usual one and the last batch's. Each gets a
-        # separate graph, without symbolic sizes.
-        compiled: Any = (
-            model
-            if compile_mode is None
-            else torch.compile(model, mode=compile_mode, dynamic=False)
-        )
+        compiled: Any = model
+        if compile_mode is not None:
+            # dynamic=False: only two batch sizes occur, the usual one and the last batch's. Each
+            # gets a separate graph, without symbolic sizes.
+            compiled = torch.compile(model, mode=compile_mode, dynamic=False)
         # Only steps use the wrapped network; everything else uses the caller's module.
         self._forward, self.optimizer = self.fabric.setup(compiled, optimizer)
         self._kfac = kfac
@@ -355,22 +344,15 @@ class OnlineTraining:
         self._targets_are_checked = True
         if self.probabilities is not None:
             self.probabilities.end_epoch()
-        totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
-        for total, of_steps in zip(totals, zip(*values, strict=True), strict=False):
-            if isinstance(of_steps[0], Tensor):
-                total += torch.stack(of_steps).double().sum()
-            else:
-                total += math.fsum(of_steps)
-        totals[4] = examples
-        self.ranks.sum_([totals])
-        loss, prior, correct, terms, examples = totals.tolist()
-        if not examples:
+        totals = self._totals_over_ranks(values, examples)
+        if not totals[-1]:
             raise ValueError("The training data is empty: the loader yielded no batch.")
-        if not torch.isfinite(totals).all():
+        if not all(map(math.isfinite, totals)):
             raise FloatingPointError(
                 f"The training loss is not finite in epoch {epoch}. Likely causes: NaN in the "
                 "data, or a learning rate that is too large. Try a tenth of the learning rate."
             )
+        loss, prior, correct, terms, examples = totals
         record: Record = {
             "kind": "epoch",
             "epoch": epoch,
@@ -382,6 +364,20 @@ class OnlineTraining:
         if state.likelihood.has_labels:
             record["accuracy"] = correct / terms if terms else 0.0
         return record
+
+    def _totals_over_ranks(
+        self, values: Sequence[tuple[Tensor | float, ...]], examples: int
+    ) -> list[float]:
+        """Return the sums of the steps' numbers and of the examples, over all ranks; collective."""
+        totals = torch.zeros(5, dtype=torch.float64, device=next(self.model.parameters()).device)
+        for total, of_steps in zip(totals, zip(*values, strict=True), strict=False):
+            if isinstance(of_steps[0], Tensor):
+                total += torch.stack(of_steps).double().sum()
+            else:
+                total += math.fsum(of_steps)
+        totals[4] = examples
+        self.ranks.sum_([totals])
+        return totals.tolist()
 
     def _step(
         self, x: Any, y: Tensor, indices: Tensor | None, counts: bool
@@ -513,6 +509,26 @@ class OnlineTraining:
         random = state["random"]
         own = random[self.ranks.rank if len(random) == self.ranks.size else 0]
         set_random_state(own, generators_of(self.train_loader, self.curvature_loader))
+
+
+def _checked_epochs(
+    model: nn.Module, learner: PriorLearner, kfac: KFAC | None, compile_mode: CompileMode | None
+) -> int:
+    """Return the number of epochs.
+
+    Raises:
+        ValueError: the learner has none, or K-FAC should train a compiled model.
+    """
+    check_module(model)
+    epochs = learner.options.schedule.epochs
+    if epochs is None:
+        raise ValueError("The loop needs a number of epochs. Pass Schedule(epochs=...).")
+    if compile_mode is not None and kfac is not None:
+        raise ValueError(
+            "K-FAC (optimizer.name=kfac) cannot place hooks in a compiled model. Train without "
+            "compile, or with another optimiser."
+        )
+    return epochs
 
 
 def _warn_of_batch_norm(model: nn.Module) -> None:

@@ -163,12 +163,6 @@ class DecayPolicy:
             the groups, weighted by their effective parameters γ. An update is also small if it
             nearly cancels the update before it, as the noise of samples does. The rule applies only
             if ``updates`` determines the number of updates and they learn nothing else.
-        fallen_evidence: largest difference (nats per example) between the best and the last
-            evidence, after ten updates or more. For samples, the error of the best estimate is
-            added. With a larger difference, the learner warns at the end: the network fits data
-            that its weight decays prevented at first. On nine problems where learning is at least
-            as good as a grid, the last evidence is the best. On 4,000 images with wrong labels, it
-            is lower by 0.08. There a grid is better with 40 % wrong labels.
         late_fit: rule for a network that does not fit yet, because large weight decays keep it from
             fitting. From the second update on, the rule checks two conditions. At least half of the
             decrease of the training loss came in the second half of the epochs so far. The whole
@@ -206,7 +200,6 @@ class DecayPolicy:
     clip: float | None = 2.0
     settles_noise: bool = True
     rest: float | None = 0.1
-    fallen_evidence: float | None = 0.02
     late_fit: LateFit | None = "warn"
     raise_limit: float | None = None
     lowering: bool = False
@@ -230,7 +223,7 @@ class DecayPolicy:
     @classmethod
     def off(cls) -> Self:
         """Return a policy without rules: only the evidence determines the weight decays."""
-        return cls(None, None, False, None, False, None, None, None, None, False)
+        return cls(None, None, False, None, False, None, None, None, False)
 
     @classmethod
     def corrected(cls) -> Self:

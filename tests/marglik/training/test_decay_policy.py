@@ -232,7 +232,7 @@ def test_an_evidence_of_samples_has_fallen_only_beyond_its_error():
     Evidences of all data have no error.
     """
     generator = torch.Generator().manual_seed(0)
-    problem = SimpleNamespace(options=SimpleNamespace(policy=DecayPolicy()), num_data=1)
+    problem = SimpleNamespace(num_data=1)
     shares = []
     for fall, has_estimates in ((0.0, True), (0.2, True), (0.0, False)):
         count = 0
