@@ -187,16 +187,19 @@ def fit(
     """Fit the Laplace posterior, then make steps on its log marginal likelihood."""
     hyper, options, N = state.hyperparameters, problem.options, problem.num_data
     problem.check_trainable()
+    # Step 1: choose the data of the curvature: all of it, or a sample.
     plan = curvature_plan(problem, state, is_last)
     curvature, data = pass_of_update(problem, state, plan, is_last)
     is_sample, former = plan.num_examples < N, state.posterior
-    settles = options.policy.settles_noise and options.schedule.keep == "last"
+    state.measures.has_estimates |= is_sample or curvature.make_fisher().draws
+    # Step 2: ask the rules beyond the evidence for limits on δ and for a held-out gradient.
+    largest = None if is_last else partial(decay_policy.largest_precisions, problem, state)
+    settles = is_last and options.policy.settles_noise and options.schedule.keep == "last"
     pull = None
     if steps and not is_last and problem.corrects_decays:
         look = held_out.look_at_held_out(problem, state)
         pull = partial(held_out.correct, problem, state, look)
-    largest = None if is_last else partial(decay_policy.largest_precisions, problem, state)
-    state.measures.has_estimates |= is_sample or curvature.make_fisher().draws
+    # Step 3: compute the curvature at θ, and make K steps on the evidence.
     state.posterior = posterior = Posterior(
         problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,
         temperature=options.temperature, structure=options.hessian_structure,
@@ -210,7 +213,7 @@ def fit(
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=is_sample, progress=problem.progress,
-                largest=largest, settles_noise=is_last and settles, pull=pull,
+                largest=largest, settles_noise=settles, pull=pull,
             )  # fmt: skip
         record |= plan._asdict() | {"num_data": N}
         if problem.corrects_decays:
@@ -219,7 +222,8 @@ def fit(
             record |= {"held_out_rise": measures.rise, "log_factor": measures.log_factor}
         if posterior.factors is not None:
             state.kfac_approx = posterior.factors.options.kfac_approx
-        # The last update leaves the ranges unchanged, because its posterior must belong to them.
+        # Step 4: make a step on everything else that the evidence learns. The last update leaves
+        # the ranges unchanged, because its posterior must belong to them.
         if state.ranges is not None and not is_last:
             state.ranges.learn(posterior, problem.loader, N)
         to_learn = problem.learned_by_evidence if steps else {}
