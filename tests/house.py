@@ -74,6 +74,27 @@ def long_functions(folder: str, most: int = 60) -> list[str]:
     ]
 
 
+def members(folder: str) -> dict[str, int]:
+    """How many public members each class has: fields, methods, and attributes that it sets."""
+
+    def names(node: ast.ClassDef) -> Iterator[str]:
+        for part in node.body:
+            match part:
+                case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                    yield name
+        for part in ast.walk(node):
+            match part:
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    yield name
+
+    return {
+        node.name: len({name for name in names(node) if not name.startswith("_")})
+        for text in texts(folder)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    }
+
+
 def passed(run: Callable[[], object]) -> tuple[int, int, int]:
     """How many files and functions of ours a call passes, and how often any of these is called."""
     calls = Counter[tuple[Path, str]]()
@@ -169,6 +190,8 @@ if __name__ == "__main__":
         print(f"{lines(folder):7,}  lines of Python in {folder}")
     print(f"{lines('kfac_backend/engine'):7,}  of them in its engine")
     print(f"{len(long_functions('kfac_backend')):7}  functions there of more than 60 lines")
+    most = max(members("marglik/training").items(), key=lambda item: item[1])
+    print(f"{most[1]:7}  public members of {most[0]}, the most of a class in marglik/training")
     print(f"{train_options():7}  options of `marglik train` before model and data")
     for what, run in (
         ("from `kronecker_factors` to a block", factors),

@@ -221,3 +221,9 @@ def test_a_block_is_reached_through_few_functions():
 def test_few_functions_of_the_backend_are_long():
     assert len(house.long_functions("kfac_backend")) <= 4
     assert len(house.long_functions("kfac_backend", 30)) > 20  # the control
+
+
+def test_classes_of_a_training_have_few_members():
+    """The control is the posterior, which has the names of laplace-torch, too."""
+    assert max(house.members("marglik/training").values()) <= 25
+    assert house.members("marglik/posterior")["Posterior"] > 25

@@ -187,7 +187,7 @@ class Problem:
         likelihood = self.options.likelihood
         return self.options.learns and likelihood.has_label_noise and bool(likelihood.to_learn())
 
-    @property
+    @cached_property
     def corrects_decays(self) -> bool:
         """Whether held-out labels correct the weight decays, see `marglik.training.held_out`."""
         return self.options.policy.uses_held_out and self.options.learns
