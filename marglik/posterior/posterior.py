@@ -126,7 +126,8 @@ class Posterior:
         check_structure(options, structure)
         if structure != "kron":
             check_whole(model, f"structure {structure!r}")
-        self.structure, self.rank, self.enable_backprop = structure, rank, enable_backprop
+        self.structure: Structure = structure
+        self.rank, self.enable_backprop = rank, enable_backprop
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model

@@ -263,16 +263,21 @@ class LearnerState:
         return not problem.ranks.any(not is_current, vector.device)
 
     def weight_decays(self, problem: Problem) -> Tensor:
-        """Return T·δ/N of each group, (G,), times e^c if it has a weight, see ``raise_limit``."""
+        """Return T·δ/N of each group, (G,), times its factor."""
         delta, T = self.hyperparameters.prior_precision, problem.options.temperature
-        factor = torch.tensor(math.exp(self.measures.log_factor), dtype=torch.float64)
-        factors = factor.where(self.holds_weights(problem), 1.0)
-        return precision_to_weight_decay(delta, problem.num_data, T) * factors
+        decays = precision_to_weight_decay(delta, problem.num_data, T)
+        return decays * common_factors(problem, self)
 
     def holds_weights(self, problem: Problem) -> Tensor:
         """Return whether each group has a tensor with two axes or more, (G,)."""
         is_weight = torch.tensor([p.dim() > 1 for p in problem.named.values()])
         return self.hyperparameters.groups.sum_over_tensors(is_weight.long()) > 0
+
+
+def common_factors(problem: Problem, state: LearnerState) -> Tensor:
+    """Return e^c for groups with a weight, else 1, (G,); see `DecayPolicy.raise_limit`."""
+    factor = torch.tensor(math.exp(state.measures.log_factor), dtype=torch.float64)
+    return factor.where(state.holds_weights(problem), 1.0)
 
 
 def numbers_to_log(state: LearnerState, model: nn.Module) -> dict[str, float]:

@@ -33,6 +33,7 @@ from marglik.prediction.metric_types import Metrics
 from marglik.prediction.predictive import label_noise_of
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.training.loop import OnlineResult
+from marglik.training.state import common_factors
 
 MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
 """Maximum number of suspicious labels, and of images with augmented copies."""
@@ -103,7 +104,7 @@ def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:
     delta = laplace.prior_precision.expand(laplace.n_layers)
     learned = precision_to_weight_decay(delta, laplace.n_data, laplace.temperature)
     assert learner is not None
-    factors = learner.state.factors(learner.problem)
+    factors = common_factors(learner.problem, learner.state)
     learned = learned * learner.state.hyperparameters.groups.per_tensor(factors).to(learned)
     relative = laplace.likelihood.parameters.get("noise", 1.0)  # noise of each output over σ
     std = 1.0 if splits.target_scale is None else splits.target_scale[1]

@@ -430,4 +430,4 @@ def fitted_loss(model, data):
 def first_loss(model, data):
     learner = PriorLearner("classification", loss_mean_over="terms")
     learner.start(model, torch.optim.SGD(model.parameters(), 0.1), data, 3)
-    return learner.problem.first_loss
+    return learner.state.measures.first_loss
