@@ -15,15 +15,15 @@ from kfac_backend.extras import extra
 from kfac_backend.likelihoods import IGNORED, Likelihood, counted_terms, likelihood_of
 from kfac_backend.ranks import Ranks
 from marglik.application.data.out_of_distribution import OutOfDistributionImages
-from marglik.application.data.splits import Splits, split_batches, tensors_in
+from marglik.application.data.splits import SplitName, Splits, split_batches, tensors_in
 from marglik.application.records import (
     Against,
     Environment,
     Evaluation,
+    Example,
     OutOfDistribution,
     PredictiveRecord,
     Uncertain,
-    UncertainImage,
 )
 from marglik.data.batches import Batches
 from marglik.posterior.posterior import Posterior
@@ -60,6 +60,8 @@ SHOWN_NOISE = 0.01
 """Share ε of random labels above which the record has the NLL of both kinds of labels."""
 MOST_UNCERTAIN = 12
 """Number of most uncertain test images in the report."""
+LARGEST_PICTURE = 48
+"""Maximum height and width (pixels) of other pictures, so that each has only a few kilobytes."""
 
 
 def evaluate(
@@ -116,9 +118,9 @@ def evaluate(
             predict, batches, targets=splits.targets, progress=progress, ranks=ranks
         )
         seconds = time.perf_counter() - start
-        num_positions = (
-            len(targets) if likelihood.has_labels and y.dim() > 1 else None
-        )  # those that count
+        prediction, targets = in_units(prediction, targets, splits)
+        if likelihood.has_labels and y.dim() > 1:
+            num_positions = len(targets)  # of those that count
         metrics = compute_metrics(prediction, targets, likelihood)
         record = PredictiveRecord(
             metrics | _of_other_labels(predict, prediction, targets, labels),
@@ -134,7 +136,7 @@ def evaluate(
                 confusion=confusion_matrix(prediction.mean, observed),
             )
         if (calibration := getattr(predict, "calibration", None)) is not None:
-            record = replace(record, calibration=asdict(calibration))
+            record = replace(record, calibration=calibration_in_units(asdict(calibration), splits))
         if (positions := _positions(splits, likelihood, len(targets))) is not None:
             of_rows = example_scores(prediction, targets, likelihood)
             scores[label] = of_rows.map(lambda row, n=positions: of_examples(row, n))
@@ -156,9 +158,32 @@ def evaluate(
         environment=Environment(**environment(torch.device(device))),
         num_positions=num_positions,
         classes=None if splits.classes is None else list(splits.classes),
-        ood=ood and OutOfDistribution(ood.name, len(ood.images), "entropy", ood.note),
+        ood=ood and OutOfDistribution(ood.name, len(ood.images), ood.note),
         uncertain=uncertain,
+        target_scale=None if splits.target_scale is None else list(splits.target_scale),
     ), scores
+
+
+def in_units(prediction: Prediction, y: Tensor, splits: Splits) -> tuple[Prediction, Tensor]:
+    """Return predictions and targets of a table in the unit of the file.
+
+    The targets are standardised for training. Then the NLL is also that of the file's numbers.
+    """
+    if splits.target_scale is None:
+        return prediction, y
+    mean, std = splits.target_scale
+    f, *variances = (tensor.double() for tensor in prediction.tensors())
+    return Prediction(f * std + mean, *(v * std**2 for v in variances)), y.double() * std + mean
+
+
+def calibration_in_units(calibration: dict[str, Any], splits: Splits) -> dict[str, Any]:
+    """Return the fields of a `Calibration`, with the noise in the unit of the targets."""
+    sigma, scale = calibration["sigma_noise"], splits.target_scale
+    return (
+        calibration
+        if scale is None or sigma is None
+        else calibration | {"sigma_noise": sigma * scale[1]}
+    )
 
 
 def predictives_of(
@@ -249,28 +274,51 @@ def _with_ood(
     return replace(record, metrics=metrics, intervals=ends, roc=roc_curve(*scores))
 
 
-def _most_uncertain(prediction: Prediction, splits: Splits) -> list[UncertainImage]:
-    images, labels = tensors_in(splits.test)
-    classes = splits.classes or range(prediction.mean.shape[-1])
-    entropy = prediction.entropy
-    most: Sequence[int] = entropy.argsort(descending=True, stable=True)[:MOST_UNCERTAIN].tolist()
-    probability, predicted = prediction.mean.max(dim=-1)
+def _most_uncertain(prediction: Prediction, splits: Splits) -> list[Example]:
+    p, predicted = prediction.mean.max(dim=-1)
+    numbers = {
+        "probability": p,
+        "entropy": prediction.entropy,
+        "aleatoric": prediction.aleatoric,
+        "epistemic": prediction.epistemic,
+    }
+    most = prediction.entropy.argsort(descending=True, stable=True)[:MOST_UNCERTAIN]
     return [
-        UncertainImage(
-            index=i,
-            label=str(classes[int(labels[i])]),
-            predicted=str(classes[int(predicted[i])]),
-            probability=probability[i].item(),
-            entropy=entropy[i].item(),
-            aleatoric=prediction.aleatoric[i].item(),
-            epistemic=prediction.epistemic[i].item(),
-            image=data_uri(images[i]),
-        )
-        for i in most
+        example(splits, "test", i, predicted[i], {k: v[i].item() for k, v in numbers.items()}, None)
+        for i in most.tolist()
     ]
 
 
-def data_uri(image: Tensor, largest: int | None = None) -> str:
+def example(
+    splits: Splits,
+    split: SplitName,
+    i: int,
+    predicted: Tensor | None,
+    numbers: dict[str, float],
+    largest: int | None = LARGEST_PICTURE,
+) -> Example:
+    """Return the i-th example of a split with its label and image, for the report.
+
+    ``predicted`` is a class or a standardised number. Images are shrunk to ``largest`` pixels.
+    """
+    x, y = getattr(splits, split)
+
+    def text(value: Tensor) -> str:
+        if value.is_floating_point():
+            mean, std = splits.target_scale or (0.0, 1.0)
+            return f"{float(value) * std + mean:.4g}"
+        return str(int(value)) if splits.classes is None else splits.classes[int(value)]
+
+    return Example(
+        index=int(splits.indices_in_source[i]) if split == "train" else i,
+        label=text(y[i].squeeze()),
+        predicted=None if predicted is None else text(predicted),
+        numbers=numbers,
+        image=data_uri(x[i], largest) if splits.are_images else None,
+    )
+
+
+def data_uri(image: Tensor, largest: int | None = LARGEST_PICTURE) -> str:
     """Return a uint8 image (C, H, W) as a PNG in a data URI, without channels beyond three.
 
     Images with a height or width above ``largest`` (pixels) are shrunk to it.

@@ -15,8 +15,8 @@ from kfac_backend.eigenvalue_correction import corrected_factors
 from kfac_backend.ranks import Ranks
 from marglik.application.data.splits import Splits, hold_out, split_batches, take, tensors_in
 from marglik.application.data.tables import TableFile
-from marglik.application.evaluation import ExampleScores, data_uri
-from marglik.application.records import Explanation, Explanations, TrainingExample
+from marglik.application.evaluation import ExampleScores, example
+from marglik.application.records import Explanations
 from marglik.application.run_folder import read_results
 from marglik.attribution.influence import InfluenceCurvature, influence
 from marglik.eval_mode import eval_mode
@@ -24,8 +24,8 @@ from marglik.posterior.posterior import Posterior
 from marglik.prediction.predictive import map_predictive
 
 BATCH_SIZE = 128
-PREDICTIONS, EXAMPLES, LARGEST_PICTURE = 4, 3, 48
-"""In the report: predictions, training examples of each, height and width of pictures (pixels)."""
+PREDICTIONS, EXAMPLES = 4, 3
+"""Numbers of predictions in the report, and of training examples for each."""
 
 
 class FittedData:
@@ -202,27 +202,11 @@ def explanations(
     by_example = effects(posterior, queries, train, scale[1], "ekfac")
     predict = map_predictive(posterior.model, likelihood, posterior.sigma_noise)
     means = torch.cat([predict(x).mean for x, _ in queries]).cpu()
-
-    def text(value: Tensor) -> str:
-        if likelihood.kind == "classes":
-            return str(int(value)) if splits.classes is None else splits.classes[int(value)]
-        return f"{float(value) * scale[1] + scale[0]:.4g}"
-
-    def image(part: Any, i: int) -> str | None:
-        return data_uri(part[0][i], LARGEST_PICTURE) if splits.are_images else None
-
     predictions = []
-    for i, (mean, of_query) in enumerate(zip(means, by_example, strict=True)):
-        examples = [
-            TrainingExample(
-                int(splits.indices_in_source[n]), text(splits.train[1][n].squeeze()),
-                of_query[n].item(), image(splits.train, n),
-            )
-            for n in of_query.abs().topk(min(EXAMPLES, len(of_query))).indices.tolist()
-        ]  # fmt: skip
+    for i, mean, of_query in zip(index.tolist(), means, by_example, strict=True):
+        most = of_query.abs().topk(min(EXAMPLES, len(of_query))).indices.tolist()
+        behind = [example(splits, "train", n, None, {"effect": of_query[n].item()}) for n in most]
         predicted = mean.argmax() if likelihood.kind == "classes" else mean.squeeze()
-        label = text(shown.test[1][i].squeeze())
-        predictions.append(
-            Explanation(int(index[i]), label, text(predicted), examples, image(shown.test, i))
-        )
+        of_test = example(splits, "test", i, predicted, {})
+        predictions.append(replace(of_test, explained_by=behind))
     return Explanations(predictions)

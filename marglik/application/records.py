@@ -6,13 +6,7 @@ Training and evaluation create these records. The terminal and the report show t
 
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from marglik.prediction.metric_types import Bins, Coverage, Curve, Difference, Interval, Metrics
 
@@ -59,36 +53,36 @@ class PredictiveRecord(Scores):
 
 @dataclass(frozen=True)
 class OutOfDistribution:
-    """The out-of-distribution data of an evaluation."""
+    """The out-of-distribution data of an evaluation. The entropy is the score that detects it."""
 
     name: str
     num_examples: int
-    score: str
-    """Score that detects out-of-distribution data."""
     note: str | None = None
 
 
 @dataclass(frozen=True)
-class UncertainImage:
-    """A test image with its prediction. Entropies are in nats."""
+class Example:
+    """An example with its label, as the report shows it."""
 
     index: int
+    """Index in the source, from 0: the row of a file, or the image of a data set, before any
+    selection. For test examples the index among the test examples."""
     label: str
-    predicted: str
-    probability: float
-    entropy: float
-    aleatoric: float
-    epistemic: float
-    image: str
+    predicted: str | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Name -> number about the example, such as its score. Names are titles of columns."""
+    image: str | None = None
     """The image as a data URI."""
+    explained_by: list["Example"] = field(default_factory=list)
+    """Training examples with the largest effects on the prediction."""
 
 
 @dataclass(frozen=True)
 class Uncertain:
-    """The most uncertain test images, for the last predictive."""
+    """The most uncertain test images, for the last predictive. Entropies are in nats."""
 
     predictive: str
-    examples: list[UncertainImage]
+    examples: list[Example]
 
 
 @dataclass(frozen=True)
@@ -195,26 +189,12 @@ class TensorDecay:
 
 
 @dataclass(frozen=True)
-class SuspiciousLabel:
-    """Training label that may be wrong."""
-
-    index: int
-    """Index of the example in its source, from 0: the row of a file, or the image of a data set,
-    before any selection."""
-    label: str
-    predicted: str
-    score: float
-    wrong: float | None = None
-    """Probability that the label is wrong, if calibration found wrong labels."""
-    self_influence: float | None = None
-    """Change of the example's loss if it is left out (nats), see `marglik.self_influence`."""
-    image: str | None = None
-    """The image as a data URI."""
-
-
-@dataclass(frozen=True)
 class SuspiciousLabels:
-    """The most suspicious training labels."""
+    """The training labels that are most likely wrong.
+
+    Their numbers are the score; the probability of being wrong, if calibration found wrong labels;
+    and the change of the loss if the example is left out, see `marglik.self_influence`.
+    """
 
     judged: int = 0
     """Number of labels that have a score."""
@@ -222,40 +202,20 @@ class SuspiciousLabels:
     """Number of suspicious labels, see `marglik.prediction.suspicious_labels`."""
     agreement: float = 0.0
     """Share of the labels that the network predicted, averaged over the training."""
-    examples: list[SuspiciousLabel] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
     unknown: str | None = None
     """Reason if the labels have no scores."""
 
 
 @dataclass(frozen=True)
-class TrainingExample:
-    """A training example with a large effect on a prediction."""
-
-    index: int
-    """Index in its source, as of `SuspiciousLabel`."""
-    label: str
-    effect: float
-    """How much the example raises the log-odds of the predicted class, or the mean of a number."""
-    image: str | None = None
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The training examples with the largest effects on a test prediction."""
-
-    index: int
-    """Index of the test example."""
-    label: str
-    predicted: str
-    examples: list[TrainingExample]
-    image: str | None = None
-
-
-@dataclass(frozen=True)
 class Explanations:
-    """Explanations of the test predictions with the largest losses."""
+    """The test predictions with the largest losses, and the training examples behind them.
 
-    predictions: list[Explanation]
+    The effect of a training example is how much it raises the log-odds of the predicted class, or
+    the mean of a number.
+    """
+
+    predictions: list[Example]
     unknown: str | None = None
     """Reason if predictions cannot be explained."""
 
@@ -282,53 +242,31 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """Line of the log for an epoch of network steps. Losses are in nats, means over examples."""
+    """What the report reads of an epoch in the log. Losses are in nats, means over examples."""
 
     epoch: int
     loss: float
     objective: float
     """Loss (divided by σ² in regression) plus penalty."""
-    lr: float
-    """Learning rate after the last step."""
-    seconds: float
-    """Time of the steps. It also estimates the time of a plain network."""
-    accuracy: float | None = None
 
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """Line of the log for an update of the prior. Evidences are in nats."""
+    """What the report reads of an update of the prior in the log."""
 
     epoch: int
-    evidence_before: float
-    """Evidence before the first hyperparameter step, a sum over the data."""
-    evidence: float
     evidence_per_example: float
-    prior_precision: dict[str, float]
+    """Evidence in nats."""
     weight_decay: dict[str, float]
     """Name of a group -> weight decay."""
-    effective_parameters: dict[str, float]
-    """Name of a parameter tensor -> effective parameters."""
-    clipped_eigenvalues: int
-    """Number of eigenvalues of the factors that rounding made negative; they count as 0."""
-    seconds: dict[str, float]
-    """Time of the pass, of the eigenvalues and of the steps. No other number depends on it."""
     num_examples: int
     """Number of examples that the update used: M of a sample, otherwise N."""
     num_data: int
     """N, the number of all examples."""
     fisher: str
     """Kind of the Fisher matrix of the factors, see `CurvatureOptions`."""
-    sigma_noise: float | None = None
-    likelihood: str | None = None
-    """Likelihood with its learned parameters, if it has some."""
     ranges: dict[str, float] | None = None
     """Ranges of a learned augmentation."""
-    held_out_rise: float | None = None
-    """z, the number of standard errors by which the held-out loss exceeded its lowest value so far,
-    if held-out labels correct the weight decays; see `DecayPolicy`."""
-    log_factor: float | None = None
-    """c, if the weight decays of groups with weights have been multiplied by e^c."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kfac_backend.extras import extra
 from kfac_backend.likelihoods import Likelihood
+from marglik.application.data.splits import Splits
+from marglik.application.evaluation import in_units
 from marglik.application.records import Scores
 from marglik.data.batches import Pair
 from marglik.prediction.intervals import differences, intervals, of_examples
@@ -26,14 +28,7 @@ FOLDS = 5
 
 
 def simple_models(train: Pair, test: Pair, likelihood: Likelihood) -> dict[str, Prediction]:
-    """Return the test predictions of both models; {} for a likelihood that they do not support.
-
-    Args:
-        train: rows that the network used for training, calibration or the posterior.
-        test: rows to predict.
-        likelihood: likelihood of the network. Classification, regression and heteroscedastic are
-            supported.
-    """
+    """Return the test predictions of both models; {} for a likelihood that they do not support."""
     if likelihood.name not in ("classification", "regression", "heteroscedastic"):
         return {}
     with extra("tables"):
@@ -43,43 +38,38 @@ def simple_models(train: Pair, test: Pair, likelihood: Likelihood) -> dict[str, 
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
 
+    are_classes = likelihood.kind == "classes"
+    linear: Any = LogisticRegression(max_iter=1000) if are_classes else Ridge()
+    trees = HistGradientBoostingClassifier if are_classes else HistGradientBoostingRegressor
+    models = {
+        LINEAR: make_pipeline(StandardScaler(), linear),
+        TREES: trees(random_state=0),
+    }
     (x, y), (x_test, _) = ([t.double().numpy() for t in part] for part in (train, test))
-    predictions = {}
-    if likelihood.kind == "classes":
-        C = 1 + int(max(train[1].max(), test[1].max()))
-        linear: Any = LogisticRegression(max_iter=1000)
-        for name, model in {
-            LINEAR: make_pipeline(StandardScaler(), linear),
-            TREES: HistGradientBoostingClassifier(random_state=0),
-        }.items():
-            model.fit(x, y)
-            p = torch.zeros(len(x_test), C, dtype=torch.float64)
-            p[:, torch.from_numpy(model.classes_).long()] = torch.from_numpy(
-                model.predict_proba(x_test)
-            )
-            entropy = torch.special.entr(p).sum(1)
-            predictions[name] = Prediction(p, entropy, torch.zeros_like(entropy))
-        return predictions
-    for name, model in {
-        LINEAR: make_pipeline(StandardScaler(), Ridge()),
-        TREES: HistGradientBoostingRegressor(random_state=0),
-    }.items():
-        folds = min(FOLDS, len(y))
-        variance = np.mean((cross_val_predict(model, x, y[:, 0], cv=folds) - y[:, 0]) ** 2)
-        mean = torch.from_numpy(model.fit(x, y[:, 0]).predict(x_test))[:, None]
-        aleatoric = torch.full_like(mean, float(variance))
-        predictions[name] = Prediction(mean, aleatoric, torch.zeros_like(mean))
+    y, predictions = y.ravel(), {}
+    for name, model in models.items():
+        model.fit(x, y)
+        if are_classes:
+            C = 1 + int(max(train[1].max(), test[1].max()))
+            mean = torch.zeros(len(x_test), C, dtype=torch.float64)
+            mean[:, model.classes_.astype(int)] = torch.from_numpy(model.predict_proba(x_test))
+            aleatoric = torch.special.entr(mean).sum(1)
+        else:
+            mean = torch.from_numpy(model.predict(x_test))[:, None]
+            across = cross_val_predict(model, x, y, cv=min(FOLDS, len(y)))
+            aleatoric = torch.full_like(mean, float(np.mean((across - y) ** 2)))
+        predictions[name] = Prediction(mean, aleatoric, torch.zeros_like(aleatoric))
     return predictions
 
 
 def evaluate_simple_models(
-    train: Pair, test: Pair, likelihood: Likelihood, network: Metrics[Tensor]
+    train: Pair, splits: Splits, likelihood: Likelihood, network: Metrics[Tensor]
 ) -> tuple[dict[str, Scores], dict[str, Difference]]:
     """Return scores of both models, and differences of the NLL between network and model.
 
     Args:
-        train: see `simple_models`.
-        test: the test rows.
+        train: rows that the network used for training, calibration or the posterior.
+        splits: the data, for the test rows and their unit.
         likelihood: likelihood of the network.
         network: scores of the network's predictive for each test row.
 
@@ -88,10 +78,10 @@ def evaluate_simple_models(
         95 % interval over the choice of test rows.
     """
     scores, changes = {}, {}
-    for name, prediction in simple_models(train, test, likelihood).items():
-        of_rows = example_scores(prediction, test[1], likelihood).map(of_examples)
-        metrics = compute_metrics(prediction, test[1], likelihood)
-        scores[name] = Scores(metrics, intervals(of_rows))
+    for name, prediction in simple_models(train, splits.test, likelihood).items():
+        prediction, y = in_units(prediction, splits.test[1], splits)
+        of_rows = example_scores(prediction, y, likelihood).map(of_examples)
+        scores[name] = Scores(compute_metrics(prediction, y, likelihood), intervals(of_rows))
         changes[name] = differences(network, of_rows).nll
     return scores, changes
 

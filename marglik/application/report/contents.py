@@ -1,10 +1,10 @@
 """Read the folders of runs into records, from which the report is made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kfac_backend.extras import extra
 from marglik.application.provenance import check_yaml
@@ -30,7 +30,6 @@ from marglik.storage.checkpoint import leaves
 with extra("report"):
     import yaml
 
-Line = TypeVar("Line")
 MAIN_NAMES = (RESULTS, LOG, EVALUATION)
 """A folder with one of these files is a run. The first existing file determines its date."""
 
@@ -177,12 +176,13 @@ def _read_run(folder: Path) -> Run:
 
 
 def _records(
-    folder: Path, of_type: type[Line], lines: Sequence[dict[str, Any]], kind: str
-) -> list[Line]:
+    folder: Path, of_type: type[Any], lines: Sequence[dict[str, Any]], kind: str
+) -> list[Any]:
+    names = {field.name for field in fields(of_type)}
     own = [line for line in lines if line["kind"] == kind]
     try:
-        return [from_json(of_type, {k: v for k, v in line.items() if k != "kind"}) for line in own]
-    except (TypeError, KeyError, ValueError) as error:
+        return [from_json(of_type, {k: line[k] for k in names & line.keys()}) for line in own]
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"{folder}: another version of marglik wrote the log ({error}). Train again, or write "
             "the report with that version."

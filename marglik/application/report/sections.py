@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kfac_backend.fisher import Fisher
+from marglik.application.records import Example
 from marglik.application.report import charts
 from marglik.application.report.contents import MISSING, Run, differing, predictives
 from marglik.application.report.tables import (
@@ -20,6 +21,9 @@ from marglik.application.report.tables import (
 from marglik.prediction.links import Calibration
 from marglik.prediction.metric_types import Coverage
 
+PARTS = "aleatoric", "epistemic"
+"""Parts of the entropy."""
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -29,7 +33,7 @@ class Picture:
     alt: str
     lines: Sequence[tuple[str, str]] = ()
     """(label, value) of each line."""
-    parts: tuple[float, float] | None = None
+    parts: Sequence[float] = ()
     """Aleatoric and epistemic part of the entropy, relative to the largest entropy shown."""
 
 
@@ -80,7 +84,7 @@ def _summary(runs: Sequence[Run]) -> Blocks:
             )
         if ood := evaluation.ood:
             name = f"{ood.name} ({ood.num_examples:,} examples)"
-            parts = [name, ood.note, f"detected by {ood.score}"]
+            parts = [name, ood.note, "detected by entropy"]
             blocks.append(f"Out of distribution: {', '.join(filter(None, parts))}.")
     return blocks
 
@@ -218,35 +222,34 @@ def _ood(runs: Sequence[Run]) -> Blocks:
     return [[charts.roc_chart(title, group) for title, group in curves.items()]]
 
 
+def _gallery(title: str, examples: Sequence[Example], what: str, kind: str = "") -> Gallery:
+    """Return the images of examples with labels, predictions and numbers below them."""
+    largest = max([one.numbers.get("entropy", 0.0) for one in examples], default=0.0) or 1.0
+    pictures = []
+    for one in examples:
+        predicted = [] if one.predicted is None else [("predicted", one.predicted)]
+        alt = f"{what} {one.index}: {one.label}"
+        alt += f", predicted as {one.predicted}" if predicted else ""
+        lines = [("label", one.label), *predicted]
+        lines += [(name, number(value)) for name, value in one.numbers.items()]
+        split = [one.numbers[name] / largest for name in PARTS if name in one.numbers]
+        pictures.append(Picture(one.image or "", alt, [*lines, ("example", str(one.index))], split))
+    return Gallery(title, pictures, kind)
+
+
 def _uncertain(runs: Sequence[Run]) -> Blocks:
-    galleries: Blocks = []
-    for run in runs:
-        if run.evaluation is None or (uncertain := run.evaluation.uncertain) is None:
-            continue
-        largest = max(one.aleatoric + one.epistemic for one in uncertain.examples) or 1.0
-        pictures = [
-            Picture(
-                one.image,
-                f"Test image {one.index}: {one.label}, predicted as {one.predicted}",
-                [
-                    ("predicted", f"{one.predicted} ({100 * one.probability:.0f} %)"),
-                    ("label", f"{one.label} {'✓' if one.predicted == one.label else '✗'}"),
-                    ("entropy", f"{one.entropy:.2f}"),
-                    ("epistemic", f"{one.epistemic:.2f}"),
-                    ("image", str(one.index)),
-                ],
-                (one.aleatoric / largest, one.epistemic / largest),
-            )
-            for one in uncertain.examples
-        ]
-        galleries.append(Gallery(run.titled(f"By {uncertain.predictive}"), pictures))
-    return galleries
+    return [
+        _gallery(run.titled(f"By {uncertain.predictive}"), uncertain.examples, "Test image")
+        for run in runs
+        if run.evaluation and (uncertain := run.evaluation.uncertain)
+    ]
 
 
 def _suspicious(runs: Sequence[Run]) -> Blocks:
     blocks: Blocks = []
-    for run in [run for run in runs if run.results]:
-        assert run.results is not None
+    for run in runs:
+        if run.results is None:
+            continue
         labels = run.results.suspicious_labels
         if labels.unknown is not None:
             blocks.append(run.titled(labels.unknown))
@@ -258,38 +261,18 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
         )
         blocks.append(run.titled(text))
         title = run.titled("The most suspicious labels")
-        columns = ("example", "label", "predicted", "score")
-        cells = [
-            [str(one.index), one.label, one.predicted, number(one.score, 2)]
-            for one in labels.examples
-        ]
-        if any(one.wrong is not None for one in labels.examples):
-            columns = (*columns, "probability of being wrong")
-            cells = [
-                [*row, number(one.wrong, 2)]
-                for row, one in zip(cells, labels.examples, strict=True)
-            ]
-        if any(one.self_influence is not None for one in labels.examples):
-            columns = (*columns, "self-influence")
-            cells = [
-                [*row, number(one.self_influence, 2)]
-                for row, one in zip(cells, labels.examples, strict=True)
-            ]
-        pictures = [
-            Picture(
-                one.image,
-                f"Training image {row[0]}: labelled {row[1]}, predicted as {row[2]}",
-                [*zip(columns, row, strict=True)],
-            )
-            for one, row in zip(labels.examples, cells, strict=True)
-            if one.image is not None
-        ]
-        if pictures:
-            blocks.append(Gallery(title, pictures, "small"))
-        elif cells:
-            rows = [Row(index, rest) for index, *rest in cells]
-            blocks.append(Table(title, ["Training example", *columns[1:]], rows, has_words=True))
+        if labels.examples and labels.examples[0].image:
+            blocks.append(_gallery(title, labels.examples, "Training image", "small"))
+        elif labels.examples:
+            columns = ["Training example", "label", "predicted", *labels.examples[0].numbers]
+            rows = [_row(str(one.index), one) for one in labels.examples]
+            blocks.append(Table(title, columns, rows, has_words=True))
     return blocks
+
+
+def _row(header: str, one: Example) -> Row:
+    words = [one.label] if one.predicted is None else [one.label, one.predicted]
+    return Row(header, [*words, *map(number, one.numbers.values())])
 
 
 def _explanations(runs: Sequence[Run]) -> Blocks:
@@ -303,17 +286,14 @@ def _explanations(runs: Sequence[Run]) -> Blocks:
         rows = []
         for one in explained.predictions:
             name = f"Test example {one.index}: {one.label}, predicted as {one.predicted}"
-            pictures = [Picture(one.image or "", name, [("label", one.label)])]
-            rows.append(Row(name))
-            for example in one.examples:
-                cells = [("label", example.label), ("effect", number(example.effect))]
-                title = f"Training example {example.index}"
-                lines = [*cells, ("example", str(example.index))]
-                pictures.append(Picture(example.image or "", f"{title}: {example.label}", lines))
-                rows.append(Row(title, [cell for _, cell in cells]))
-            if one.image is not None:
-                blocks.append(Gallery(run.titled(name), pictures, "small"))
-        if rows and explained.predictions[0].image is None:
+            if one.image is None:
+                rows.append(Row(name))
+                rows += [_row(f"Training example {e.index}", e) for e in one.explained_by]
+                continue
+            test = _gallery(run.titled(name), [one], "Test example", "small")
+            train = _gallery("", one.explained_by, "Training example", "small")
+            blocks.append(replace(test, pictures=[*test.pictures, *train.pictures]))
+        if rows:
             title = run.titled("Test predictions with the largest losses")
             blocks.append(Table(title, ["Example", "label", "effect"], rows, has_words=True))
     return blocks

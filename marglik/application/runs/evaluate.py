@@ -23,7 +23,7 @@ from marglik.application.records import CalibrationRecord, Evaluation
 from marglik.application.run_folder import EVALUATION, read_results, write_evaluation
 from marglik.application.runs.build import check_model, device_of
 from marglik.application.runs.config import Accelerator, check_seed
-from marglik.application.runs.results import calibration_in_units, evaluation_in_units
+from marglik.application.runs.results import calibration_record
 from marglik.data import DataSource, Splits
 from marglik.posterior.posterior import Posterior
 from marglik.posterior_file import load_posterior
@@ -131,7 +131,6 @@ def evaluate_run(
         device=device,
         progress=progress,
     )
-    evaluation = evaluation_in_units(evaluation, splits)
     evaluation = replace(evaluation, num_seen=num_seen(splits, record["data"]))
     write_evaluation(folder, evaluation, Path(path))
     return replace(evaluation, output=str(folder), calibrated=calibrated)
@@ -153,7 +152,7 @@ def _calibrate(
             batches = split_batches(splits, "validation", size, device=device)
             calibrations_of(laplace, batches, config, progress=progress)
     fits = laplace.calibrations = laplace.calibrations | remembered
-    return {c.label: calibration_in_units(c.label, fits[c.label], splits) for c in unknown}
+    return {c.label: calibration_record(c.label, fits[c.label], splits) for c in unknown}
 
 
 def saved_object(path: str, passed: Any, record: dict[str, Any], key: str, kind: Any) -> Any:

@@ -172,15 +172,11 @@ def _print_suspicious(labels: SuspiciousLabels) -> None:
         "of the labels. Examples are counted from 0, in the order of the file or of the images."
     )
     examples = labels.examples[:SUSPICIOUS_SHOWN]
-    rows = [[str(e.index), e.label, e.predicted, f"{e.score:.1f}"] for e in examples]
-    columns = ["example", "label", "predicted", "score"]
-    if any(one.wrong is not None for one in examples):
-        columns.append("probability of being wrong")
-        rows = [[*row, f"{one.wrong:.2f}"] for row, one in zip(rows, examples, strict=True)]
-    if any(one.self_influence is not None for one in examples):
-        columns.append("self-influence")
-        pairs = zip(rows, examples, strict=True)
-        rows = [[*row, f"{one.self_influence:.2f}"] for row, one in pairs]
+    columns = ["example", "label", "predicted", *examples[0].numbers]
+    rows = [
+        [str(one.index), one.label, str(one.predicted), *(f"{v:.2f}" for v in one.numbers.values())]
+        for one in examples
+    ]
     _print_table(columns, rows)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from marglik.application.data.splits import Splits, split_batches, take, tensors_in
-from marglik.application.evaluation import ExampleScores, data_uri
+from marglik.application.evaluation import ExampleScores, calibration_in_units, data_uri, example
 from marglik.application.explain import corrected_posterior, explanations
 from marglik.application.records import (
     Augmentation,
@@ -17,9 +17,7 @@ from marglik.application.records import (
     Evidence,
     Explanations,
     Network,
-    PredictiveRecord,
     Range,
-    SuspiciousLabel,
     SuspiciousLabels,
     TensorDecay,
 )
@@ -29,7 +27,6 @@ from marglik.augmentation import LearnedAugmentation
 from marglik.augmentation.learned import START
 from marglik.posterior.prior import precision_to_weight_decay
 from marglik.prediction.links import Calibration
-from marglik.prediction.metric_types import Metrics
 from marglik.prediction.predictive import label_noise_of
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.training.loop import OnlineResult
@@ -37,64 +34,18 @@ from marglik.training.state import common_factors
 
 MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
 """Maximum number of suspicious labels, and of images with augmented copies."""
-LARGEST_PICTURE = 48
-"""Maximum height and width (pixels) of pictures, so that each has only a few kilobytes."""
 
 
-# The targets of a table are standardised for training, but results are in the unit of the target:
-# y = mean + std·t, so p(y) = p(t)/std.
-
-
-def evaluation_in_units(evaluation: Evaluation, splits: Splits) -> Evaluation:
-    """Convert an evaluation of standardised targets to the units of the targets."""
-    if splits.target_scale is None:
-        return evaluation
-    predictives: dict[str, PredictiveRecord] = {
-        name: scores_in_units(record, splits) for name, record in evaluation.predictives.items()
-    }
-    for name, record in predictives.items():
-        if record.calibration is not None:
-            calibration = _in_units(record.calibration, splits.target_scale[1])
-            predictives[name] = replace(record, calibration=calibration)
-    scale = list(splits.target_scale)
-    return replace(evaluation, predictives=predictives, target_scale=scale)
-
-
-def scores_in_units(scores: Any, splits: Splits) -> Any:
-    """Convert `Scores` for standardised targets to the units of the targets."""
-    if splits.target_scale is None:
-        return scores
-    std, log_std = splits.target_scale[1], _log_std(splits)
-    metrics, ends = scores.metrics, scores.intervals
-    metrics |= Metrics(nll=metrics.nll + log_std, rmse=metrics.rmse * std)
-    if ends.nll is not None:
-        ends |= Metrics(nll=(ends.nll[0] + log_std, ends.nll[1] + log_std))
-    if ends.rmse is not None:
-        ends |= Metrics(rmse=(ends.rmse[0] * std, ends.rmse[1] * std))
-    return replace(scores, metrics=metrics, intervals=ends)
-
-
-def calibration_in_units(name: str, fit: dict[str, Any], splits: Splits) -> CalibrationRecord:
+def calibration_record(name: str, fit: dict[str, Any], splits: Splits) -> CalibrationRecord:
     """Return the record of a predictive's calibration, in the units of the targets."""
-    if splits.target_scale is None:
-        return CalibrationRecord(name, **fit)
-    nll = {key: fit[key] + _log_std(splits) for key in fit if key.startswith("nll")}
     calibrations: dict[str, Any] = {
-        key: _in_units(fit[key], splits.target_scale[1])
-        for key in ("calibration", "map_calibration")
+        key: calibration_in_units(fit[key], splits) for key in ("calibration", "map_calibration")
     }
-    return CalibrationRecord(name, **fit | nll | calibrations)
-
-
-def _log_std(splits: Splits) -> float:
-    """Return by how much the NLL of an example changes with the unit: log std per output."""
-    assert splits.target_scale is not None
-    return splits.test[1].shape[-1] * math.log(splits.target_scale[1])
-
-
-def _in_units(calibration: dict[str, Any], std: float) -> dict[str, Any]:
-    sigma = calibration["sigma_noise"]
-    return calibration | {"sigma_noise": None if sigma is None else sigma * std}
+    fit = fit | calibrations
+    if splits.target_scale is not None:  # y = mean + std·t, so p(y) = p(t)/std
+        log_std = splits.test[1].shape[-1] * math.log(splits.target_scale[1])
+        fit |= {key: fit[key] + log_std for key in fit if key.startswith("nll")}
+    return CalibrationRecord(name, **fit)
 
 
 def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:
@@ -145,7 +96,7 @@ def learned_results(
         "evidence": Evidence((*before, outcome.evidence)[0], outcome.evidence, outcome.epoch),
         "environment": evaluation.environment,
         "held_out": setup.held_out,
-        "calibration": fit and calibration_in_units(label, fit, splits),
+        "calibration": fit and calibration_record(label, fit, splits),
         "num_positions": evaluation.num_positions,
         "suspicious_labels": suspicious,
         "explanations": explained,
@@ -170,7 +121,10 @@ def _attribution(
             batches = split_batches(shown, "train", 1, device=setup.fabric.device)
             values = self_influence(posterior, batches).tolist()  # the same on each rank
             pairs = zip(suspicious.examples, values, strict=False)
-            examples = [replace(one, self_influence=value) for one, value in pairs]
+            examples = [
+                replace(one, numbers=one.numbers | {"self-influence": value})
+                for one, value in pairs
+            ]
             suspicious = replace(suspicious, examples=examples)
         return suspicious, explanations(splits, posterior, train, scores)
     except (NotImplementedError, ValueError, torch.OutOfMemoryError) as error:
@@ -199,20 +153,13 @@ def _suspicious(
         y[counts], p[counts], calibration.label_noise, calibration.output_temperature
     )
     examples = []
-    # Convert indices among labels with scores to indices in the training data, and then to indices
-    # in the source.
+    # Convert indices among labels with scores to indices in the training data.
     positions = counts[labels.index[: min(labels.number, MOST_SUSPICIOUS)]].tolist()
     for i, position in enumerate(positions):
-        label, predicted = (
-            str(int(k)) if splits.classes is None else splits.classes[int(k)]
-            for k in (labels.label[i], labels.predicted[i])
-        )
-        wrong = None if labels.wrong is None else labels.wrong[i].item()
-        image = None
-        if splits.are_images:
-            image = data_uri(tensors_in(splits.train)[0][position], LARGEST_PICTURE)
-        index, score = int(splits.indices_in_source[position]), labels.score[i].item()
-        examples.append(SuspiciousLabel(index, label, predicted, score, wrong, image=image))
+        numbers = {"score": labels.score[i].item()}
+        if labels.wrong is not None:
+            numbers["probability of being wrong"] = labels.wrong[i].item()
+        examples.append(example(splits, "train", position, labels.predicted[i], numbers))
     judged = SuspiciousLabels(len(labels.index), labels.number, labels.agreement, examples)
     return judged, positions
 
@@ -234,7 +181,7 @@ def _augmentation(model: nn.Module, splits: Splits) -> Augmentation | None:
     copies = model.transformed(((images - mean) / std).to(model.ranges.device)).cpu()
     copies = (copies * std + mean).round().clamp(0, 255).to(torch.uint8)
     rows = [
-        [data_uri(picture, LARGEST_PICTURE) for picture in (image, *of_image)]
+        [data_uri(picture) for picture in (image, *of_image)]
         for image, of_image in zip(images, copies, strict=True)
     ]
     return Augmentation(ranges, model.copies, rows)

@@ -19,7 +19,6 @@ from marglik.application.evaluation import ExampleScores, evaluate, predictives_
 from marglik.application.records import Evaluation, Network, Results
 from marglik.application.run_folder import CHECKPOINT
 from marglik.application.runs.optimizers import build_optimizer
-from marglik.application.runs.results import evaluation_in_units, scores_in_units
 from marglik.application.runs.setup import Setup
 from marglik.application.simple_models import evaluate_simple_models, simple_models_in_words
 from marglik.data.batches import Batches
@@ -185,14 +184,12 @@ def evaluate_learned(
 def _evaluated(
     setup: Setup, predictives: dict[str, Predictive], likelihood: Likelihood
 ) -> tuple[Evaluation, ExampleScores]:
-    """Return the evaluation in units of the targets, and the scores of each test example."""
     predictive = setup.predictive
-    evaluation, scores = evaluate(
+    return evaluate(
         predictives, setup.splits, likelihood, labels=predictive.labels, ood=setup.ood_images,
         batch_size=predictive.batch_size, device=setup.fabric.device, progress=setup.run.progress,
         ranks=setup.ranks,
     )  # fmt: skip
-    return evaluation_in_units(evaluation, setup.splits), scores
 
 
 def compare_with_plain(
@@ -281,10 +278,9 @@ def compare_with_simple_models(setup: Setup, results: Results, scores: ExampleSc
     if setup.held_out and validation is not None:  # the network's posterior uses these rows, too
         train = torch.cat([train[0], validation[0]]), torch.cat([train[1], validation[1]])
     network = [*scores.values()][-1]
-    models, changes = evaluate_simple_models(train, setup.splits.test, setup.likelihood, network)
+    models, changes = evaluate_simple_models(train, setup.splits, setup.likelihood, network)
     if not models:
         return results
-    models = {name: scores_in_units(one, setup.splits) for name, one in models.items()}
     return replace(
         results,
         networks=results.networks | {"scikit-learn": Network(models)},

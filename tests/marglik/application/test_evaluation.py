@@ -225,7 +225,7 @@ def test_most_uncertain_images(channels):
     for example in examples:
         i = example.index
         assert (example.label, example.predicted) == ("ab"[i % 2], "ab"[p.mean[i].argmax()])
-        assert example.entropy == pytest.approx(entropies[i], rel=1e-4, abs=1e-6)
+        assert example.numbers["entropy"] == pytest.approx(entropies[i], rel=1e-4, abs=1e-6)
         start, content = example.image.split(",", 1)
         assert start == "data:image/png;base64"
         shown = np.array(Image.open(io.BytesIO(base64.b64decode(content)))).reshape(5, 4, -1)

@@ -11,6 +11,7 @@ from sklearn.model_selection import KFold
 from sklearn.preprocessing import StandardScaler
 
 from kfac_backend.likelihoods import likelihood_of
+from marglik.application.data.splits import Splits
 from marglik.application.simple_models import (
     LINEAR,
     TREES,
@@ -34,7 +35,7 @@ def test_classes_and_the_networks_difference():
     network = torch.rand(40, generator=torch.Generator().manual_seed(1)).double()
     scores = Metrics(nll=network)
     found, differences = evaluate_simple_models(
-        train, test, likelihood_of("classification"), scores
+        train, Splits(train, None, test, "rows"), likelihood_of("classification"), scores
     )
     scaler = StandardScaler().fit(train[0])
     p = (
@@ -57,7 +58,9 @@ def test_classes_and_the_networks_difference():
 def test_numbers_have_the_width_of_errors_across_folds(likelihood):
     train, test = rows("regression")
     scores = Metrics(nll=torch.zeros(40).double() + torch.arange(40))
-    found, _ = evaluate_simple_models(train, test, likelihood_of(likelihood), scores)
+    found, _ = evaluate_simple_models(
+        train, Splits(train, None, test, "rows"), likelihood_of(likelihood), scores
+    )
     (x, y), (x_test, y_test) = ([t.double().numpy() for t in part] for part in (train, test))
     errors = []
     for inside, outside in KFold(5).split(x):
@@ -71,4 +74,6 @@ def test_numbers_have_the_width_of_errors_across_folds(likelihood):
 
 def test_other_likelihoods_have_none():
     train, test = rows("regression")
-    assert evaluate_simple_models(train, test, likelihood_of("poisson"), Metrics()) == ({}, {})
+    assert evaluate_simple_models(
+        train, Splits(train, None, test, "rows"), likelihood_of("poisson"), Metrics()
+    ) == ({}, {})

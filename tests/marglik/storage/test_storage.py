@@ -10,10 +10,10 @@ import torch
 from marglik.application.records import (
     Environment,
     Evidence,
+    Example,
     Network,
     Results,
     Scores,
-    SuspiciousLabel,
     SuspiciousLabels,
     TensorDecay,
 )
@@ -46,7 +46,7 @@ FOUND = Results(
     evidence=Evidence(-2.0, -1.0, 3),
     environment=Environment("cpu", 1, "3.11", {"torch": "2.9"}),
     seconds=1.25,
-    suspicious_labels=SuspiciousLabels(3, 1, 1.0, [SuspiciousLabel(0, "a", "b", 1.5)]),
+    suspicious_labels=SuspiciousLabels(3, 1, 1.0, [Example(0, "a", "b", {"score": 1.5})]),
 )
 RUN = {"data": "digits", "config": {"prior": {"every": 5, "lr": 0.1}, "sizes": (1, 2)}}
 STATE = {

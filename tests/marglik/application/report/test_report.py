@@ -11,12 +11,10 @@ import pytest
 from scipy import stats
 
 from marglik.application.records import (
-    Explanation,
+    Example,
     Explanations,
     PredictiveRecord,
-    SuspiciousLabel,
     SuspiciousLabels,
-    TrainingExample,
     to_json,
 )
 from marglik.application.report import write_report
@@ -28,6 +26,7 @@ from marglik.application.report.tables import (
     number,
     summary_table,
 )
+from marglik.application.run_folder import read_log
 from marglik.prediction.metric_types import Coverage, Metrics
 from marglik.storage.record_files import write_record
 from tests.marglik.application.report.conftest import EVIL, read_unchecked
@@ -70,7 +69,8 @@ def test_every_chart_has_json_a_name_and_a_full_table(run, two):
 def test_what_a_run_went_through(run, two):
     evidence, loss = charts([run], "curves")
     curve = named(evidence)["evidence"]
-    assert curve["y"] == [update.evidence / run.results.num_data for update in run.updates]
+    updates = [record for record in read_log(run.folder) if record["kind"] == "update"]
+    assert curve["y"] == [update["evidence"] / run.results.num_data for update in updates]
     assert curve["marker"]["symbol"] == ["circle", "circle", "star"]  # the last one was kept
     assert evidence.table.rows[0].cells[0] == f"{curve['y'][0]:.4f}".replace("-", "−")
     assert [*named(loss)] == ["loss", "with weight decay"] and len(loss.table.columns) == 4
@@ -187,17 +187,18 @@ def test_runs_are_named_by_their_folders(copied):
 
 def test_suspicious_labels_have_a_probability_of_being_wrong_where_it_is_known(run):
     for wrong in (None, 0.973):
-        one = SuspiciousLabel(7, "3", "8", 2.5, wrong)
+        is_known = {} if wrong is None else {"probability of being wrong": wrong}
+        one = Example(7, "3", "8", {"score": 2.5} | is_known)
         results = replace(run.results, suspicious_labels=SuspiciousLabels(10, 1, 0.9, [one]))
         _, table = SECTIONS["suspicious"]([replace(run, results=results)])
         assert ("probability of being wrong" in table.columns) == (wrong is not None)
         assert len(table.columns) == 1 + len(table.rows[0].cells)
-        assert (table.rows[0].cells[-1] == "0.97") == (wrong is not None)
+        assert (table.rows[0].cells[-1] == "0.973") == (wrong is not None)
 
 
 def test_explained_predictions_without_pictures_are_a_table(run):
-    example = TrainingExample(7, "a", -0.5)
-    explained = Explanations([Explanation(3, "a", "b", [example])])
+    example = Example(7, "a", numbers={"effect": -0.5})
+    explained = Explanations([Example(3, "a", "b", explained_by=[example])])
     results = replace(run.results, explanations=explained)
     (table,) = SECTIONS["explanations"]([replace(run, results=results)])
     heading, row = table.rows

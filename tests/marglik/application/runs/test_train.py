@@ -290,7 +290,7 @@ def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
     place = {int(index): i for i, index in enumerate(splits.indices_in_source)}
     for example in found.examples:
         expected = own[place[example.index]].item()
-        assert example.self_influence == pytest.approx(expected, rel=1e-3)
+        assert example.numbers["self-influence"] == pytest.approx(expected, rel=1e-3)
     of_wrong = own[[place[i] for i in data.wrong if i in place]]
     assert of_wrong.mean() > 2 * own.mean()
     explained = results.explanations.predictions
@@ -304,11 +304,11 @@ def test_train_is_a_function_too_and_finds_wrong_labels(tmp_path, capsys):
     options = {"measurement": "log_odds", "curvature": "ekfac"}
     effects = -influence(posterior, queries, fitted, **options)[:, : results.num_data]
     for one, of_query, label in zip(explained, effects, f[index].argmax(1), strict=True):
-        assert one.predicted == str(int(label)) and len(one.examples) == 3
+        assert one.predicted == str(int(label)) and len(one.explained_by) == 3
         most = of_query.abs().topk(3)
-        assert [place[example.index] for example in one.examples] == most.indices.tolist()
-        for example, i in zip(one.examples, most.indices, strict=True):
-            assert example.effect == pytest.approx(of_query[i].item(), rel=1e-3)
+        assert [place[example.index] for example in one.explained_by] == most.indices.tolist()
+        for example, i in zip(one.explained_by, most.indices, strict=True):
+            assert example.numbers["effect"] == pytest.approx(of_query[i].item(), rel=1e-3)
             assert example.label == str(int(splits.train[1][i])) and example.image
     text = Path(write_report([tmp_path])).read_text()
     assert "Training examples behind predictions" in text and "self-influence" in text
