@@ -63,7 +63,7 @@ class ImageArchive(TwoPartData):
         if not names:
             raise ValueError(f"'{self.archive}' has no images {part}/CLASS/IMAGE.")
         classes = sorted({name.parts[-2] for name in names})
-        images = decode_images([io.BytesIO(contents[n]) for n in names], [str(n) for n in names])
+        images = decode_images({str(name): io.BytesIO(contents[name]) for name in names})
         labels = torch.tensor([classes.index(name.parts[-2]) for name in names])
         tensors = {"images": images, "labels": labels}
         write_tensors(cached, tensors, {"classes": json.dumps(classes)})

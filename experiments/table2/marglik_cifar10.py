@@ -152,7 +152,7 @@ def run(config: Config) -> dict[str, Any]:
         "num_data": results.num_data,
         "seconds": results.seconds,
         "weight_decay": to_json(results)["weight_decay"],
-        **asdict(results.environment),
+        **results.environment,
     }
 
 

@@ -5,7 +5,7 @@ import io
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from marglik.application.data.out_of_distribution import OutOfDistributionImages
 from marglik.application.data.splits import SplitName, Splits, split_batches, tensors_in
 from marglik.application.records import (
     Against,
-    Environment,
     Evaluation,
     Example,
     OutOfDistribution,
@@ -29,7 +28,7 @@ from marglik.data.batches import Batches
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.ensemble import Ensemble
 from marglik.prediction.intervals import area_interval, differences, intervals, of_examples
-from marglik.prediction.links import Prediction
+from marglik.prediction.links import Calibration, Prediction
 from marglik.prediction.metric_types import Metrics
 from marglik.prediction.metrics import (
     compute_metrics,
@@ -78,23 +77,16 @@ def evaluate(
 ) -> tuple[Evaluation, ExampleScores]:
     """Evaluate predictives on test and out-of-distribution data.
 
-    Args:
-        predictives: name -> predictive. The last one selects the most uncertain images.
-        splits: the data, whose mean and std normalise images.
-        likelihood: likelihood of the predictives.
-        labels: kind of the predicted labels. If more than 1 % of the training labels are random,
-            the record also has the NLL of the other kind of labels.
-        ood: out-of-distribution images. The predictive entropy is the score that detects them.
-        batch_size: number of test examples in a batch.
-        device: device of the batches.
-        progress: whether to show progress bars.
-        ranks: the ranks that each predict a part of every batch. All get the same record, except
-            for seconds.
+    The last predictive selects the most uncertain images. The predictive entropy detects ``ood``.
+    ``labels`` is the kind of the predicted labels. If more than 1 % of the training labels are
+    random, the record also has the NLL of the other kind of labels. Ranks each predict a part of
+    every batch. All get the same record, except for seconds.
+
+    For sequences, metrics and curves are means over the positions (tokens) that count. Intervals
+    then need the same number of positions in all sequences.
 
     Returns:
-        The record, and scores of each example, from which `differences` compares two networks. For
-        sequences, metrics and curves are means over the positions (tokens) that count. Intervals
-        then need the same number of positions in all sequences.
+        The record, and scores of each example, from which `differences` compares two networks.
     """
     likelihood = likelihood_of(likelihood)
     *_, y = tensors_in(splits.test)
@@ -136,7 +128,7 @@ def evaluate(
                 confusion=confusion_matrix(prediction.mean, observed),
             )
         if (calibration := getattr(predict, "calibration", None)) is not None:
-            record = replace(record, calibration=calibration_in_units(asdict(calibration), splits))
+            record = replace(record, calibration=calibration_in_units(calibration, splits))
         if (positions := _positions(splits, likelihood, len(targets))) is not None:
             of_rows = example_scores(prediction, targets, likelihood)
             scores[label] = of_rows.map(lambda row, n=positions: of_examples(row, n))
@@ -155,7 +147,7 @@ def evaluate(
         likelihood=str(likelihood),
         num_test=len(y),
         predictives=records,
-        environment=Environment(**environment(torch.device(device))),
+        environment=environment(torch.device(device)),
         num_positions=num_positions,
         classes=None if splits.classes is None else list(splits.classes),
         ood=ood and OutOfDistribution(ood.name, len(ood.images), ood.note),
@@ -176,14 +168,12 @@ def in_units(prediction: Prediction, y: Tensor, splits: Splits) -> tuple[Predict
     return Prediction(f * std + mean, *(v * std**2 for v in variances)), y.double() * std + mean
 
 
-def calibration_in_units(calibration: dict[str, Any], splits: Splits) -> dict[str, Any]:
-    """Return the fields of a `Calibration`, with the noise in the unit of the targets."""
-    sigma, scale = calibration["sigma_noise"], splits.target_scale
-    return (
-        calibration
-        if scale is None or sigma is None
-        else calibration | {"sigma_noise": sigma * scale[1]}
-    )
+def calibration_in_units(calibration: Calibration, splits: Splits) -> Calibration:
+    """Return a calibration with the noise in the unit of the targets."""
+    sigma, scale = calibration.sigma_noise, splits.target_scale
+    if sigma is None or scale is None:
+        return calibration
+    return replace(calibration, sigma_noise=sigma * scale[1])
 
 
 def predictives_of(
@@ -197,14 +187,8 @@ def predictives_of(
     """Return name -> predictive: the MAP, the posterior predictives and the ensemble.
 
     The result includes the temperature-scaled MAP if the posterior has a calibration. The name of a
-    posterior predictive without a calibration ends in "uncalibrated".
-
-    Args:
-        laplace: the posterior.
-        configs: configs of the posterior predictives.
-        ensemble: an ensemble whose first member is the network.
-        seed: seed of the samples, the same for each predictive.
-        ranks: the ranks that predict together.
+    posterior predictive without a calibration ends in "uncalibrated". Each predictive draws samples
+    from the same seed.
     """
     model, likelihood, sigma = laplace.model, laplace.likelihood, laplace.sigma_noise
     first = configs[0] if configs else PredictiveConfig()

@@ -32,13 +32,7 @@ class FittedData:
     """Batches of the data of a posterior's fit, in a fixed order and without augmentation.
 
     The training examples come first. If the posterior was also fitted to the examples that a run
-    held out for calibration, these follow.
-
-    Args:
-        splits: the data.
-        num_data: number of examples of the fit.
-        device: device of the batches.
-        ranks: ranks that share each batch.
+    held out for calibration, so that ``num_data`` is larger, these follow.
     """
 
     def __init__(
@@ -113,12 +107,7 @@ def effects(
 
 
 def training_rows(path: str, record: dict[str, Any], file: str) -> Splits:
-    """Return the splits of a run from its training file, with the training examples of the run.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the run's data is not a TableFile, or the file has other training examples.
-    """
+    """Return the splits of a run from its training file, with the training examples of the run."""
     data = record["data"]
     source = data.get("source") or {}
     if str(source.get("class_path")).rpartition(".")[2] != "TableFile":

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from marglik.prediction.links import Calibration, CalibrationFit
 from marglik.prediction.metric_types import Bins, Coverage, Curve, Difference, Interval, Metrics
 
 # An evaluation
@@ -45,8 +46,7 @@ class PredictiveRecord(Scores):
     """Share of flagged out-of-distribution examples by the share of flagged test examples."""
     against: Against | None = None
     """Differences to the first predictive; None for the first one."""
-    calibration: dict[str, Any] | None = None
-    """The fields of `marglik.Calibration`."""
+    calibration: Calibration | None = None
     seconds_of_training: float | None = None
     """Training time of an ensemble's members."""
 
@@ -86,30 +86,10 @@ class Uncertain:
 
 
 @dataclass(frozen=True)
-class Environment:
-    """Properties of the machine on which results depend, in addition to the options."""
+class CalibrationRecord(CalibrationFit):
+    """Result of a calibration on held-out data, with the name of the predictive."""
 
-    device: str
-    threads: int
-    python: str
-    versions: dict[str, str]
-    """Package -> version."""
-
-
-@dataclass(frozen=True)
-class CalibrationRecord:
-    """Result of a calibration on held-out data. NLLs are in nats, means over loss terms."""
-
-    predictive: str
-    calibration: dict[str, Any]
-    """The fields of `marglik.Calibration`."""
-    map_calibration: dict[str, Any]
-    """The fields of `marglik.Calibration` for the temperature-scaled MAP."""
-    nll: float
-    nll_uncalibrated: float
-    nll_temperature_scaled: float
-    nll_map: float
-    num_terms: int
+    predictive: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +100,8 @@ class Evaluation:
     likelihood: str
     num_test: int
     predictives: dict[str, PredictiveRecord]
-    environment: Environment
+    environment: dict[str, Any]
+    """Device, threads and versions, on which results depend."""
     num_positions: int | None = None
     """Number of positions (tokens) that count, for sequences."""
     classes: list[str] | None = None
@@ -282,7 +263,7 @@ class Results:
     weight_decay: dict[str, TensorDecay]
     """Name of a parameter tensor -> weight decay, from the input to the output."""
     evidence: Evidence
-    environment: Environment
+    environment: dict[str, Any]
     seconds: float
     held_out: int = 0
     """Number of training examples that were held out for calibration."""

@@ -9,6 +9,7 @@ reads `report.html`. Only one command at a time may write to a folder.
 
 import json
 import re
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,24 +57,12 @@ STATES = re.compile(r"learned|plain|member_[0-9]+")
 
 
 def begin_run(
-    folder: Path,
-    options: str | None,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
+    folder: Path, options: str | None, *, overwrite: bool = False, resume: bool = False
 ) -> None:
-    """Create the folder of a new run, and remove the files of an old run in it.
+    """Create the folder of a new run, and remove the files of an old run in it; see `check_free`.
 
-    It removes only files and links with the names in `ALL`, and never the target of a link.
-
-    Args:
-        folder: the folder; it need not exist.
-        options: content of ``config.yaml``.
-        overwrite: whether an old run may be replaced.
-        resume: whether to continue the run from its checkpoints, which are then kept.
-
-    Raises:
-        FileExistsError: see `check_free`.
+    It removes only files and links with the names in `ALL`, and never the target of a link. With
+    ``resume`` the checkpoints stay. ``options`` is the content of ``config.yaml``.
     """
     check_free(folder, overwrite or resume)
     checkpoint = folder / CHECKPOINT
@@ -82,9 +71,8 @@ def begin_run(
     # Create it first. If the process is killed during the removal, the folder is still recognised
     # as a run.
     checkpoint.mkdir(parents=True, exist_ok=True)
-    for name in ALL:
-        if name != CHECKPOINT:
-            (folder / name).unlink(missing_ok=True)
+    for name in {*ALL} - {CHECKPOINT}:
+        (folder / name).unlink(missing_ok=True)
     # A resumed run logs its earlier records again.
     curves = folder / TENSORBOARD
     if curves.is_symlink():
@@ -95,7 +83,7 @@ def begin_run(
         remove_leftovers(folder)
     else:
         remove_states(folder)
-        checkpoint.mkdir(exist_ok=True)
+        checkpoint.mkdir()
     if options is not None:
         write_file(folder / CONFIG, options.encode())
 
@@ -105,10 +93,6 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
 
     These are files that marglik did not write, and, without ``overwrite``, the files of a run. An
     empty checkpoint folder of a command that was killed early does not count.
-
-    Args:
-        folder: the folder; it need not exist.
-        overwrite: whether an old run may be replaced.
     """
     if folder.is_symlink():
         raise FileExistsError(
@@ -138,7 +122,7 @@ def run_folder_of(path: Path) -> Path | None:
     A folder with only an empty folder `CHECKPOINT` may belong to the user, so it is not a run.
     """
     for folder in path.parent.resolve().joinpath(path.name).parents:
-        if _has_record(folder) or (_names_of_states(folder) and _is_of_run(folder)):
+        if _is_of_run(folder) and (_has_record(folder) or _names_of_states(folder)):
             return folder
     return None
 
@@ -150,10 +134,9 @@ def _is_of_run(folder: Path) -> bool:
 
 
 def _has_record(folder: Path) -> bool:
-    for name in RECORDS:
+    for path in (folder / name for name in RECORDS):
         with suppress(OSError, ValueError, TypeError, KeyError):
-            record = parse_json((folder / name).read_bytes()) if (folder / name).is_file() else {}
-            if record["format"] == format_of(folder / name):
+            if parse_json(path.read_bytes())["format"] == format_of(path):
                 return True
     return False
 
@@ -167,22 +150,13 @@ def _names_of_states(folder: Path) -> list[str] | None:
 def remove_states(folder: Path) -> None:
     """Remove the checkpoints of a run, and incomplete files of killed processes.
 
-    It removes only files of `Checkpoints`, empty folders, and links (not their targets).
+    It removes links, but not their targets, and nothing from a checkpoint folder with other files.
     """
-    path = folder / CHECKPOINT
+    path, names = folder / CHECKPOINT, _names_of_states(folder)
     if path.is_symlink():
         path.unlink()
-    for name in filter(STATES.fullmatch, _names_of_states(folder) or []):
-        states = path / name
-        if states.is_symlink():
-            states.unlink()
-            continue
-        (states / STATE).unlink(missing_ok=True)
-        remove_leftovers(states)
-        with suppress(OSError):  # the folder may contain files of the user
-            states.rmdir()
-    with suppress(OSError):
-        path.rmdir()
+    elif names is not None and all(map(STATES.fullmatch, names)):
+        shutil.rmtree(path)
     remove_leftovers(folder)
 
 
@@ -193,11 +167,9 @@ def write_evaluation(folder: Path, evaluation: Evaluation, run: Path) -> None:
 
 
 def read_evaluation(folder: Path) -> Evaluation | None:
-    """Return the content of ``evaluation.json``; None if there is no such file.
+    """Return the content of ``evaluation.json``, None if there is no such file; see `read_record`.
 
-    Raises:
-        ValueError: it belongs to another posterior than the posterior in the folder, or an error of
-            `read_record`.
+    A ValueError is raised if it belongs to another posterior than the posterior in the folder.
     """
     evaluation, posterior = _read_as(Evaluation, folder / EVALUATION), folder / POSTERIOR
     if evaluation and posterior.is_file() and evaluation.posterior != file_sum(posterior):
@@ -239,9 +211,6 @@ class RunLog:
 
     The log starts empty. A resumed run writes its earlier records again. Each record rewrites the
     whole file in one step.
-
-    Args:
-        folder: the folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:

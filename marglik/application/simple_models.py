@@ -67,15 +67,9 @@ def evaluate_simple_models(
 ) -> tuple[dict[str, Scores], dict[str, Difference]]:
     """Return scores of both models, and differences of the NLL between network and model.
 
-    Args:
-        train: rows that the network used for training, calibration or the posterior.
-        splits: the data, for the test rows and their unit.
-        likelihood: likelihood of the network.
-        network: scores of the network's predictive for each test row.
-
-    Returns:
-        Name -> scores; and name -> NLL of the network minus NLL of the model, with the ends of its
-        95 % interval over the choice of test rows.
+    ``train`` are the rows that the network used, also for calibration and posterior. ``network``
+    are the scores of its predictive for each test row. A difference is the NLL of the network minus
+    the NLL of the model, with the ends of its 95 % interval over the choice of test rows.
     """
     scores, changes = {}, {}
     for name, prediction in simple_models(train, splits.test, likelihood).items():
@@ -89,12 +83,7 @@ def evaluate_simple_models(
 def simple_models_in_words(
     scores: Mapping[str, Scores], differences: Mapping[str, Difference]
 ) -> str:
-    """Return a text that compares the NLL of these models with the network.
-
-    Args:
-        scores: scores of each model.
-        differences: name -> NLL of the network minus NLL of the model, lower end, upper end.
-    """
+    """Return a text that compares the NLL of these models with the network."""
     phrases, better = [], []
     for name, (change, low, high) in differences.items():
         nll = scores[name].metrics.nll

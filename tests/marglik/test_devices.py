@@ -83,7 +83,7 @@ def test_commands_on_the_gpu(options, tmp_path):
     command = [*TRAIN, *DATA, *MODEL, *CUDA, "--output", str(run), *options]
     assert main(command) == 0
     results = read_results(run)
-    assert results.environment.device.startswith("cuda")
+    assert results.environment["device"].startswith("cuda")
     assert results.scores["learned, MAP"].metrics.accuracy > 0.7
     # A run of the GPU goes on as a posterior of the CPU's.
     metrics = {}

@@ -1,12 +1,11 @@
 """Image data: digits of scikit-learn, CIFAR-10 and SVHN of torchvision, folders, class subsets."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -84,14 +83,7 @@ class Digits(DataSource):
 def with_wrong_labels(
     labels: Tensor, share: float, num_classes: int, generator: torch.Generator
 ) -> Tensor:
-    """Return a copy of labels (N,) in which round(share · N) have another random class.
-
-    Args:
-        labels: integers from 0 to num_classes − 1.
-        share: share of the labels to replace, in [0, 1).
-        num_classes: C; each of the C − 1 other classes is equally likely.
-        generator: random generator.
-    """
+    """Return a copy of labels (N,) in which round(share · N) have another random class."""
     labels, number = labels.clone(), round(share * len(labels))
     chosen = torch.randperm(len(labels), generator=generator)[:number]
     shift = torch.randint(1, num_classes, (number,), generator=generator)
@@ -269,12 +261,7 @@ class ImageFolder(TwoPartData):
         self.name = self.name or self.path.resolve().name
 
     def read(self, part: str) -> Part:
-        """Return all images of the part.
-
-        Raises:
-            FileNotFoundError: the folder does not exist, has no class, or has an empty class.
-            ValueError: an image cannot be decoded or has another size.
-        """
+        """Return all images of the part."""
         with extra("images"):
             from torchvision import datasets
 
@@ -292,9 +279,8 @@ class ImageFolder(TwoPartData):
                 datasets.folder.is_image_file(path) and not Path(path).name.startswith(".")
             ),
         )
-        paths = [Path(path) for path, _ in listed.samples]
-        images = decode_images(paths, [str(path.relative_to(self.path)) for path in paths])
-        return (images, torch.tensor(listed.targets)), tuple(listed.classes)
+        files = {str(Path(path).relative_to(self.path)): path for path, _ in listed.samples}
+        return (decode_images(files), torch.tensor(listed.targets)), tuple(listed.classes)
 
 
 class ClassSubset(DataSource):
@@ -361,15 +347,13 @@ class ClassSubset(DataSource):
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Supported formats. Without this list, Pillow would try forty more for any file name, and run a
 program for PostScript."""
-GREYSCALE = frozenset({"1", "L", "LA"})
 
 
-def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Tensor:
+def decode_images(files: Mapping[str, str | IO[bytes]]) -> Tensor:
     """Return images (N, C, H, W), uint8, with three channels, or one if all are greyscale.
 
     Args:
-        files: the paths, or the contents.
-        names: names of the images in errors.
+        files: name in errors -> path or content.
 
     Raises:
         ValueError: an image cannot be decoded, exceeds Pillow's limit, differs in size from the
@@ -377,13 +361,13 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
     """
     with extra("images"):
         from PIL import Image
+        from torchvision.transforms.v2.functional import pil_to_tensor
 
-    pixels, size, is_grey = np.empty((0, 0, 0, 0), dtype=np.uint8), (0, 0), True
-    progress = tqdm(files, unit="image", disable=None)
-    for i, (file, name) in enumerate(zip(progress, names, strict=True)):
+    images, modes = [], set()
+    for name, file in tqdm(files.items(), unit="image", disable=None):
         try:
             with Image.open(file, formats=FORMATS) as image:
-                decoded, mode, (W, H) = np.asarray(image.convert("RGB")), image.mode, image.size
+                mode, pixels = image.mode, pil_to_tensor(image.convert("RGB"))
         except Exception as error:  # Pillow's decoders raise almost any exception
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(
@@ -394,14 +378,13 @@ def decode_images(files: Sequence[Path | IO[bytes]], names: Sequence[str]) -> Te
                 f"Image '{name}' has more than 8 bits per channel (mode {mode}). Scale and convert "
                 "it to 8 bits."
             )
-        if not i:
-            pixels, size = np.empty((len(files), H, W, 3), dtype=np.uint8), (W, H)
-        if (W, H) != size:
+        (H, W), (H_1, W_1) = pixels.shape[1:], (images or [pixels])[0].shape[1:]
+        if (H, W) != (H_1, W_1):
             raise ValueError(
-                f"Image '{name}' has {W}×{H} pixels, but '{names[0]}' has {size[0]}×{size[1]}. "
+                f"Image '{name}' has {W}×{H} pixels, but '{next(iter(files))}' has {W_1}×{H_1}. "
                 "Resize all images to one size."
             )
-        pixels[i] = decoded
-        is_grey = is_grey and mode in GREYSCALE
-    channels = 1 if is_grey else 3  # a greyscale image has three equal channels as RGB
-    return torch.from_numpy(pixels[..., :channels]).permute(0, 3, 1, 2).contiguous()
+        modes.add(mode)
+        images.append(pixels)
+    channels = 1 if modes <= {"1", "L", "LA"} else 3  # greyscale has three equal channels as RGB
+    return torch.stack([pixels[:channels] for pixels in images])

@@ -29,11 +29,7 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
     The form has the properties on which a network depends. The scales normalise images, or the
     targets of a table. "seen" has `SUM_BYTES` bytes, in base64, of a checksum of the inputs of each
     example that a run uses for training or calibration. `num_seen` recognises these examples in
-    other data.
-
-    Args:
-        splits: the data.
-        source: specification to load it, ``{"class_path": ..., "init_args": {...}}``.
+    other data. ``source`` is a specification that loads the data.
     """
     record: dict[str, Any] = {
         "name": splits.name,
@@ -54,15 +50,7 @@ def data_record(splits: Splits, source: dict[str, Any] | None = None) -> dict[st
 
 
 def as_trained(splits: Splits, record: dict[str, Any] | None) -> Splits:
-    """Return data with the normalisation of the training data.
-
-    Args:
-        splits: the data.
-        record: result of `data_record` for the training data; None changes nothing.
-
-    Raises:
-        ValueError: classes, images, graphs or columns differ in kind from the training data.
-    """
+    """Return data with the normalisation of the training data, which must be of the same kind."""
     if record is None:
         return splits
     if (form := _form(splits)) != record["form"]:
@@ -94,13 +82,6 @@ def data_to_evaluate(source: DataSource, record: dict[str, Any] | None) -> Split
     For the data of the training, it is the test part of the training run. For other data, it is the
     data's own test part, or all examples if the source is split at random. Without a record, it is
     the test part that the source loads.
-
-    Args:
-        source: the data.
-        record: result of `data_record` for the training data.
-
-    Raises:
-        ValueError: the data cannot be loaded.
     """
     source = source if record is None else source.encoded_as(record)
     try:

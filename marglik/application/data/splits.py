@@ -83,8 +83,7 @@ class Splits:
     train_indices: Tensor | None = None
 
     def __post_init__(self) -> None:
-        splits = {"train": self.train, "validation": self.validation, "test": self.test}
-        for split, pair in splits.items():
+        for split, pair in self.parts.items():
             if pair is None:
                 continue
             x, y = pair
@@ -111,6 +110,11 @@ class Splits:
             )
         if self.are_images:
             self._check_images()
+
+    @property
+    def parts(self) -> dict[str, Pair | None]:
+        """Name of a split -> its inputs and targets; None for no validation data."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}
 
     @property
     def are_images(self) -> bool:
@@ -148,7 +152,7 @@ class Splits:
             y = y.double() * own_std + own_mean  # numbers of the file, in the range of float64
             return x, ((y - mean) / std).float()
 
-        parts = {name: scaled(getattr(self, name)) for name in ("train", "validation", "test")}
+        parts = {name: scaled(part) for name, part in self.parts.items()}
         return replace(self, **parts, target_scale=scale)
 
     def _check_images(self) -> None:
@@ -239,20 +243,11 @@ def split_batches(
     channels_last: bool = False,
     **options: Any,
 ) -> Batches:
-    """Return a loader of a split, with images normalised, and optionally cropped and flipped.
+    """Return a loader of a split, which normalises images; see `Batches` for the options.
 
-    Args:
-        splits: the data.
-        split: name of the split.
-        batch_size: see `Batches`.
-        augment: see `Batches`; only for images.
-        channels_last: see `Batches`; only for images.
-        options: further arguments of `Batches`.
-
-    Raises:
-        ValueError: the data has no such split, or has no images but an option for images.
+    ``augment`` and ``channels_last`` are for images.
     """
-    examples: Pair | None = getattr(splits, split)
+    examples = splits.parts[split]
     if examples is None:
         raise ValueError(
             f"{splits.name} has no {split} examples. Split some off, for example with "
@@ -273,19 +268,10 @@ class SplitError(ValueError):
 
 
 def hold_out(splits: Splits, share: float, seed: int, option: str = "held_out") -> Splits:
-    """Return the data with a random part of the training examples as its validation set.
+    """Return the data with a random share of the training examples as its validation set.
 
     The part is stratified if each example has a class. Mean and standard deviation of images do not
-    change.
-
-    Args:
-        splits: the data, without a validation set.
-        share: share of the training examples, in (0, 1).
-        seed: seed of the choice.
-        option: name of the option that requests the split, for errors.
-
-    Raises:
-        SplitError: with this share a part would be empty or lack a class.
+    change. A SplitError names the ``option`` if a part would be empty or lack a class.
     """
     y = splits.train[1]
     classes, size, cause = splits.classes or (), round(share * len(y)), f"{option}={share}"
@@ -302,16 +288,9 @@ def hold_out(splits: Splits, share: float, seed: int, option: str = "held_out") 
 
 
 def divided(whole: Splits, test_fraction: float, validation: float, seed: int) -> Splits:
-    """Return undivided data with a test set and a validation set.
+    """Return undivided data with a test set and a validation set, see `hold_out`.
 
-    Args:
-        whole: data with all examples as training data.
-        test_fraction: share of all examples that become the test set.
-        validation: share of the other examples that become the validation set; 0 for none.
-        seed: seed of both choices.
-
-    Raises:
-        SplitError: see `hold_out`.
+    ``validation`` is a share of the examples that are not in the test set.
     """
     splits = hold_out(whole, test_fraction, seed, "test_fraction")
     assert splits.validation is not None
@@ -324,18 +303,8 @@ def stratified(
 ) -> tuple[Tensor, Tensor]:
     """Return the indices of a stratified random choice of ``size`` examples, and of the rest.
 
-    The indices are in ascending order. In both parts, the shares of the classes are the same.
-
-    Args:
-        labels: class indices (N,).
-        size: number of examples to choose.
-        classes: class names.
-        seed: seed of the choice.
-        cause: the option that requests the split, for errors.
-
-    Raises:
-        SplitError: a part would be smaller than the number of classes, or a class has fewer than
-            two examples.
+    The indices are in ascending order. In both parts, the shares of the classes are the same. A
+    SplitError names the ``cause`` if a part would lack a class.
     """
     _check_sizes(len(labels), size, len(classes), cause)
     counts = labels.bincount(minlength=len(classes))

@@ -1,5 +1,6 @@
 """Tables: rows of a CSV or Parquet file, split into parts, with targets for a likelihood."""
 
+import math
 import re
 import warnings
 from copy import copy
@@ -9,13 +10,17 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kfac_backend.extras import extra
 from kfac_backend.options import check_fraction, check_option
 from marglik.application.data.encoding import TableEncoding, read_frame
 from marglik.application.data.files import in_float32
 from marglik.application.data.splits import DataSource, Splits, divided
+from marglik.data.batches import Pair
 
+TINY = 1e-300
+"""Smallest variance of a target, far above the smallest numbers of float64."""
 MOST_CATEGORIES = 100
 """Maximum number of values in a column of text, each of which becomes an input. A column with more
 values probably contains row names."""
@@ -89,14 +94,33 @@ class TableFile(DataSource):
                 column has too many texts, or a class has too few rows. One error lists all columns
                 that cannot be inputs.
         """
-        splits = divided(self._whole(), self.test_fraction, self.validation, self.seed)
+        frame, targets, encoding = self._rows()
+        # Divide the numbers of the rows, because the training rows determine the medians.
+        numbers = torch.arange(len(frame))[:, None]
+        splits = self._splits((numbers, targets), encoding)
+        splits = divided(splits, self.test_fraction, self.validation, self.seed)
+        if self._encoding is None:
+            medians = frame[[*encoding.numbers]].iloc[splits.train[0][:, 0].numpy()].median()
+            encoding = replace(encoding, numbers=encoding.numbers | medians.dropna().to_dict())
+        x = encoding.encode(frame, f"'{self.path}'")
+        parts: dict[str, Any] = {
+            name: part and (x[part[0][:, 0]], part[1]) for name, part in splits.parts.items()
+        }
+        splits = replace(splits, table=encoding, **parts)
         if self._encoding is None:
             self._warn_of_copies(splits)
-        return self._scaled(self._filled(splits))
+        return self._scaled(splits)
 
     def load_undivided(self) -> Splits:
         """Return all rows as test data."""
-        return self._scaled(self._filled(self._whole()))
+        frame, targets, encoding = self._rows()
+        x = encoding.encode(frame, f"'{self.path}'")
+        return self._scaled(self._splits((x, targets), encoding))
+
+    def _splits(self, rows: Pair, encoding: TableEncoding) -> Splits:
+        """Return all rows, as training and as test data."""
+        classes = None if encoding.classes is None else tuple(encoding.classes)
+        return Splits(rows, None, rows, self.name, classes, table=encoding)
 
     def _warn_of_copies(self, splits: Splits) -> None:
         """Warn of test rows that equal a training row in all columns."""
@@ -112,23 +136,6 @@ class TableFile(DataSource):
                 stacklevel=3,
             )
 
-    def _filled(self, splits: Splits) -> Splits:
-        """Return the data with missing numbers replaced by the medians of the training rows."""
-        if (table := splits.table) is None or self._encoding is not None:
-            return splits
-        # Inputs begin with the numbers, and end with the columns that mark missing values.
-        medians, names = dict(table.numbers), list(table.numbers)
-        for where, column in enumerate(table.missing, len(table.columns) - len(table.missing)):
-            if column not in names:
-                continue
-            i = names.index(column)
-            values = splits.train[0][splits.train[0][:, where] == 0, i]
-            if len(values):
-                medians[column] = float(np.median(values.numpy()))
-            for x, _ in filter(None, (splits.train, splits.validation, splits.test)):
-                x[x[:, where] == 1, i] = medians[column]
-        return replace(splits, table=replace(table, numbers=medians))
-
     def _scaled(self, splits: Splits) -> Splits:
         """Return the data with numeric targets in float32, standardised on request."""
         y = splits.train[1]  # (N, 1)
@@ -136,69 +143,64 @@ class TableFile(DataSource):
             return splits
         if not self.standardise:
             return splits.with_target_scale(None)
+        mean, std = y.mean().item(), y.std(correction=0).item()
         if y.min() == y.max():
-            return splits.with_target_scale((y[0].item(), 1.0))
-        largest = y.abs().max()
-        scaled = y / largest  # squares of large or small numbers would exceed float64's range
-        mean, std = (scaled.mean() * largest).item(), (scaled.std(correction=0) * largest).item()
-        if not std or not 0.99 < ((y - mean) / std).std(correction=0) < 1.01:
+            std = 1.0
+        elif not TINY < std**2 < math.inf:  # as the variances of predictions
             raise ValueError(
                 f"'{self.path}': the target has values from {y.min():.6g} to {y.max():.6g}, which "
-                "float64 cannot standardise. Divide them by a number."
+                "float64 cannot standardise. Multiply or divide them by a number."
             )
         return splits.with_target_scale((mean, std))
 
-    def _whole(self) -> Splits:
-        """Return all rows, as training and as test data."""
+    def _rows(self) -> tuple[Any, Tensor, TableEncoding]:
+        """Return the data frame, its targets, and the encoding of the inputs."""
         with extra("tables"):
             import pandas
 
-        frame = read_frame(self.path) if self._encoding is None else self._encoding.read(self.path)
-        if self._encoding is None:
+        encoding = self._encoding
+        frame = read_frame(self.path) if encoding is None else encoding.read(self.path)
+        named = ", ".join(map(str, frame.columns))
+        target = self.target
+        if encoding is None:
             if unknown := [name for name in self.drop if name not in frame]:
                 raise ValueError(
                     f"'{self.path}' has no column(s) {', '.join(unknown)} to drop. Its columns are "
-                    f"{', '.join(map(str, frame.columns))}."
+                    f"{named}."
                 )
             frame = frame.drop(columns=self.drop)
-        last = frame.columns[-1:] if self._encoding is None else [self._encoding.target]
-        target = next(iter(last), None) if self.target is None else self.target
+            target = next(iter(frame.columns[-1:]), None) if target is None else target
+        elif target is None:
+            target = encoding.target
         if target not in frame or len(frame.columns) < 2:
             raise ValueError(
-                f"target={target!r} is not supported: '{self.path}' has the columns "
-                f"{', '.join(map(str, frame.columns))}. Pass one of them. The table needs at least "
-                "two columns."
+                f"target={target!r} is not supported: '{self.path}' has the columns {named}. Pass "
+                "one of them. The table needs at least two columns."
             )
         y, problems = frame[target], []
         if (lacking := int(y.isna().sum())) > 0:
             problems.append(
                 f"{lacking} row(s) lack the target {target!r}; drop them, or fill them in."
             )
-        encoding = self._encoding or self._fitted(frame.drop(columns=target), y, problems)
+        inputs = frame.drop(columns=target)
+        encoding = encoding or self._fitted(inputs, y, problems)
         if problems:
             raise ValueError(f"'{self.path}': {' '.join(problems)}")
-        x = encoding.encode(frame, f"'{self.path}'")
         if encoding.classes is None:
-            targets = torch.tensor(y.to_numpy(dtype="float64"))[:, None]
-        else:
-            codes = pandas.Index(encoding.classes).get_indexer(y.astype(str))
-            if (codes < 0).any():
-                raise ValueError(
-                    f"'{self.path}': the target {target!r} is {str(y[codes < 0].iloc[0])!r} in "
-                    f"{(codes < 0).sum()} row(s). The network was trained on the classes "
-                    f"{', '.join(encoding.classes)}. Remove these rows."
-                )
-            targets = torch.tensor(codes, dtype=torch.int64)
-        classes = None if encoding.classes is None else tuple(encoding.classes)
-        return Splits((x, targets), None, (x, targets), self.name, classes, table=encoding)
+            return inputs, torch.tensor(y.to_numpy(dtype="float64"))[:, None], encoding
+        codes = pandas.Index(encoding.classes).get_indexer(y.astype(str))
+        if (codes < 0).any():
+            raise ValueError(
+                f"'{self.path}': the target {target!r} is {str(y[codes < 0].iloc[0])!r} in "
+                f"{(codes < 0).sum()} row(s). The network was trained on the classes "
+                f"{', '.join(encoding.classes)}. Remove these rows."
+            )
+        return inputs, torch.tensor(codes, dtype=torch.int64), encoding
 
     def _fitted(self, inputs: Any, y: Any, problems: list[str]) -> TableEncoding:
         """Return the encoding of this file, with the medians of all rows for now.
 
-        Args:
-            inputs: the data frame without the target.
-            y: the target.
-            problems: list to which it adds sentences about columns that cannot be used.
+        It adds sentences about columns that cannot be used to ``problems``.
         """
         with extra("tables"):
             import pandas

@@ -88,14 +88,8 @@ def _chart(
 ) -> Chart:
     """Return a chart and its table, with a row for each trace that has hover text.
 
-    Args:
-        title: title of the chart.
-        traces: traces to draw.
-        axes: titles of the x and y axes.
-        keys: names of the points in the table; by default their x.
-        show: function that returns a value as text.
-        wide: whether the chart is as wide as the page.
-        layout: options of Plotly's layout.
+    ``axes`` are the titles of the x and y axes. ``keys`` are names of the points in the table, by
+    default their x. ``show`` returns a value as text.
     """
     for axis, text in zip(("xaxis", "yaxis"), axes, strict=True):
         layout[axis] = {"title": {"text": text}} | layout.get(axis, {})
@@ -303,11 +297,8 @@ def _over_epochs(title: str, y: str, curves: Sequence[Trace], **more: Any) -> Ch
 def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
     """Return accuracy over confidence, or coverage over level, with the ideal diagonal.
 
-    Whiskers are 95 % intervals. The size of a point shows the share of predictions in its bin.
-
-    Args:
-        title: title of the chart.
-        series: predictives of one kind, classes or intervals, with the same bins or levels.
+    All predictives have the same bins or levels. Whiskers are 95 % intervals. The size of a point
+    shows the share of predictions in its bin.
     """
     axes, traces, keys = ("confidence", "accuracy"), [_diagonal("calibrated")], []
     for one in series:

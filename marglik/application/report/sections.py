@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from kfac_backend.fisher import Fisher
 from marglik.application.records import Example
@@ -18,8 +18,8 @@ from marglik.application.report.tables import (
     percentage,
     summary_table,
 )
-from marglik.prediction.links import Calibration
 from marglik.prediction.metric_types import Coverage
+from marglik.storage.checkpoint import leaves
 
 PARTS = "aleatoric", "epistemic"
 """Parts of the entropy."""
@@ -180,8 +180,7 @@ def _held_out(runs: Sequence[Run]) -> list[Table]:
             continue
         values = [fit.nll, fit.nll_uncalibrated, fit.nll_temperature_scaled, fit.nll_map]
         cells = [*(number(value, 4) for value in values), number(fit.num_terms)]
-        words = Calibration(**fit.calibration).in_words
-        rows.append(Row(run.titled(fit.predictive), cells, detail=words))
+        rows.append(Row(run.titled(fit.predictive), cells, detail=fit.calibration.in_words))
     titles = ["calibrated", "uncalibrated", "MAP, temperature-scaled", "MAP", "held-out terms"]
     title = "NLL of the held-out data used for calibration"
     return [Table(title, ["Predictive", *titles], rows, summary=title)] if rows else []
@@ -318,11 +317,10 @@ def _versions(runs: Sequence[Run]) -> Blocks:
     for run in runs:
         for name, record in (("results", run.results), ("evaluation", run.evaluation)):
             if record:
-                parts = asdict(record.environment)
-                columns[run.titled(name)] = {
-                    **{k: str(v) for k, v in parts.items() if k != "versions"},
-                    **record.environment.versions,
-                }
+                columns[run.titled(name)] = dict(
+                    (key.removeprefix("versions."), str(value))
+                    for key, value in leaves(record.environment).items()
+                )
     rows = [
         Row(name, [column.get(name, NOTHING) for column in columns.values()])
         for name in dict.fromkeys(name for column in columns.values() for name in column)

@@ -37,11 +37,7 @@ RANK_TIMEOUT = timedelta(minutes=10)
 
 
 def device_of(accelerator: Accelerator) -> torch.device:
-    """Return the device for ``--accelerator``. "auto" selects the first GPU if there is one.
-
-    Raises:
-        ValueError: this machine does not have the device.
-    """
+    """Return the device for ``--accelerator``. "auto" selects the first GPU if there is one."""
     has_gpu = torch.cuda.is_available()
     if accelerator == "cuda" and not has_gpu:
         raise ValueError(
@@ -57,9 +53,6 @@ def build_fabric(
     """Return a launched Fabric with the device, the precision and the processes of torchrun.
 
     For one process in full precision, it returns an equivalent object without Lightning.
-
-    Raises:
-        ValueError: this machine does not have the device, or there are more processes than GPUs.
     """
     device = device_of(accelerator)
     by_torchrun = dist.is_available() and dist.is_torchelastic_launched()

@@ -22,11 +22,8 @@ def check_logger(name: LoggerName) -> None:
 class MetricsLogger:
     """Logger of numbers as curves over the epochs, and of options as hyperparameters.
 
-    Args:
-        name: "tensorboard" writes to a folder in the folder of the run. "wandb" starts a run of the
-            project "marglik", with the name of the folder of the run.
-        folder: the folder of the run.
-        identity: data, network and options of the run, see `identity_of`.
+    "tensorboard" writes to a folder in the folder of the run. "wandb" starts a run of the project
+    "marglik", with the name of the folder of the run.
     """
 
     def __init__(self, name: LoggerName, folder: Path, identity: dict[str, Any]) -> None:

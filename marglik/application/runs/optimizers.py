@@ -66,14 +66,8 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
     """Return the optimiser of the trainable parameters and its learning rate schedule.
 
-    Args:
-        model: the model.
-        config: the options.
-        num_steps: number of steps in which the learning rate decreases along a cosine. None keeps
-            it constant, for a training that averages the parameters.
-        likelihood: likelihood of the loss, for K-FAC.
-        curvature: the mode of K-FAC, and the form of the targets in batches.
-        seed: seed of the labels that K-FAC draws.
+    The learning rate decreases along a cosine in ``num_steps`` steps. None keeps it constant, for a
+    training that averages the parameters. Likelihood, curvature and seed are for K-FAC.
     """
     scalars, others = [], []
     for p in model.parameters():

@@ -155,13 +155,7 @@ def _check_output(rows: str, output: str, overwrite: bool) -> None:
 def rows_of_table(
     path: str, rows: str, output: str, overwrite: bool
 ) -> tuple[dict[str, Any], TableEncoding, Any, Tensor]:
-    """Return record and encoding of a run, and the rows of a new table, raw and encoded.
-
-    Raises:
-        FileExistsError: the output exists.
-        ValueError: the output must not be written, the run was not trained on a table, or rows
-            cannot be encoded.
-    """
+    """Return record and encoding of a run, and the rows of a new table, raw and encoded."""
     _check_output(rows, output, overwrite)
     record = read_posterior(path)
     data = record["data"] or {}

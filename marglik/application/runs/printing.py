@@ -1,5 +1,7 @@
 """Print progress lines and result tables."""
 
+from __future__ import annotations
+
 import logging
 import shutil
 import sys
@@ -7,17 +9,20 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from marglik.application.records import (
-    Augmentation,
-    CalibrationRecord,
-    Evaluation,
-    Results,
-    Scores,
-    SuspiciousLabels,
-    TensorDecay,
-)
 from marglik.prediction.metric_types import METRICS
+
+if TYPE_CHECKING:  # not imported for --help, because importing torch takes seconds
+    from marglik.application.records import (
+        Augmentation,
+        CalibrationRecord,
+        Evaluation,
+        Results,
+        Scores,
+        SuspiciousLabels,
+        TensorDecay,
+    )
 
 LAYERS_SHOWN, SUSPICIOUS_SHOWN = 20, 3
 LONGEST_NAME = 36
@@ -135,11 +140,9 @@ def _print_calibration(fit: CalibrationRecord | None) -> None:
             "x_validation and y_validation in a TensorFile."
         )
         return
-    from marglik.prediction.links import Calibration  # imported here, as it imports torch
-
     _print_paragraph(
         f"{fit.predictive}: calibrated on {fit.num_terms} held-out loss terms: "
-        f"{Calibration(**fit.calibration).in_words}. NLL of these terms: {fit.nll:.4f} (MAP "
+        f"{fit.calibration.in_words}. NLL of these terms: {fit.nll:.4f} (MAP "
         f"{fit.nll_map:.4f}, temperature-scaled MAP {fit.nll_temperature_scaled:.4f}, "
         f"uncalibrated Laplace {fit.nll_uncalibrated:.4f})."
     )

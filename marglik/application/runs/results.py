@@ -26,7 +26,7 @@ from marglik.attribution.influence import self_influence
 from marglik.augmentation import LearnedAugmentation
 from marglik.augmentation.learned import START
 from marglik.posterior.prior import precision_to_weight_decay
-from marglik.prediction.links import Calibration
+from marglik.prediction.links import Calibration, CalibrationFit
 from marglik.prediction.predictive import label_noise_of
 from marglik.prediction.suspicious_labels import suspicious_labels
 from marglik.training.loop import OnlineResult
@@ -36,16 +36,15 @@ MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
 """Maximum number of suspicious labels, and of images with augmented copies."""
 
 
-def calibration_record(name: str, fit: dict[str, Any], splits: Splits) -> CalibrationRecord:
+def calibration_record(name: str, content: dict[str, Any], splits: Splits) -> CalibrationRecord:
     """Return the record of a predictive's calibration, in the units of the targets."""
-    calibrations: dict[str, Any] = {
-        key: calibration_in_units(fit[key], splits) for key in ("calibration", "map_calibration")
-    }
-    fit = fit | calibrations
+    fit = vars(CalibrationFit.of(content))
+    for key in ("calibration", "map_calibration"):
+        fit[key] = calibration_in_units(fit[key], splits)
     if splits.target_scale is not None:  # y = mean + std·t, so p(y) = p(t)/std
         log_std = splits.test[1].shape[-1] * math.log(splits.target_scale[1])
         fit |= {key: fit[key] + log_std for key in fit if key.startswith("nll")}
-    return CalibrationRecord(name, **fit)
+    return CalibrationRecord(**fit, predictive=name)
 
 
 def posterior_results(setup: Setup, outcome: OnlineResult) -> dict[str, Any]:

@@ -42,22 +42,15 @@ NOT_OF_THE_RESULT = [
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Setup that the trainings of a run share: data, network, options, devices.
-
-    Args:
-        splits: the data, with a validation set if one was held out for calibration.
-        held_out: number of training examples held out for calibration; 0 if the data has its own
-            validation set, or there is none.
-        model: the network that learns the weight decays, at its initial parameters.
-        provenance: the options, and the specifications of this network and the data.
-        fabric: a launched Fabric or `OneDevice`: device and precision of the training steps.
-        ranks: ranks of the Fabric, each of which has a part of every batch.
-    """
+    """Setup that the trainings of a run share: data, network, options, devices."""
 
     splits: Splits
+    """The data, with a validation set if one was held out for calibration."""
     held_out: int = 0
+    """Number of training examples that were held out."""
     ood_images: OutOfDistributionImages | None = None
     model: nn.Module
+    """The network that learns the weight decays, at its initial parameters."""
     provenance: Provenance = Provenance()
     optimizer: OptimizerConfig = OptimizerConfig()
     prior: PriorConfig = PriorConfig()
@@ -66,7 +59,9 @@ class Setup:
     likelihood: Likelihood = Classification()
     run: RunConfig = RunConfig()
     fabric: Any
+    """A launched Fabric or `OneDevice`."""
     ranks: Ranks = Ranks(None)
+    """Ranks of the Fabric, each of which has a part of every batch."""
 
 
 def checked_setup(
@@ -81,12 +76,7 @@ def checked_setup(
     run: RunConfig,
     provenance: Provenance,
 ) -> Setup:
-    """Check the arguments of `marglik.application.runs.train.train`, and return the setup.
-
-    Raises:
-        ValueError: options, data and model do not fit together.
-        NotImplementedError: a layer has no K-FAC rule.
-    """
+    """Check the arguments of `marglik.application.runs.train.train`, and return the setup."""
     fabric = build_fabric(run.accelerator, run.precision)
     ranks = ranks_of(fabric)
     run = replace(run, progress=run.progress and ranks.rank == 0)
@@ -160,11 +150,7 @@ def check_test_labels(splits: Splits, likelihood: Likelihood) -> None:
 
 
 def gains_in_words(likelihood: str, prior: PriorConfig, run: RunConfig) -> list[str]:
-    """Return names of the quantities that the run learns, unlike a plain network.
-
-    Raises:
-        ValueError: the options learn nothing where they should, or the plain network is the same.
-    """
+    """Return names of the quantities that the run learns, unlike a plain network."""
     is_fixed = prior.method == "fixed"
     if is_fixed and run.augmentation == "learned":
         raise ValueError(
@@ -197,14 +183,9 @@ def identity_of(setup: Setup, model_name: str) -> dict[str, Any]:
 
     SHA-256 sums represent all inputs, labels and initial parameters. Only a run with the same
     identity can resume a checkpoint.
-
-    Args:
-        setup: setup with the network at its initial parameters.
-        model_name: class name of the network.
     """
     splits, ood = setup.splits, setup.ood_images
-    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    tensors = {name: tensors_in(part) for name, part in parts.items() if part is not None}
+    tensors = {name: tensors_in(part) for name, part in splits.parts.items() if part is not None}
     groups = ("optimizer", "prior", "curvature", "predictive", "run")
     config = {name: asdict(getattr(setup, name)) for name in groups}
     config["run"] = {k: v for k, v in config["run"].items() if k not in NOT_OF_THE_RESULT}

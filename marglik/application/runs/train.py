@@ -166,11 +166,7 @@ def train(
 
 
 def _finished_results(folder: Path, identity: dict[str, Any]) -> Results | None:
-    """Return the results in a folder, or None if they are not complete.
-
-    Raises:
-        ValueError: the results belong to another run, or are damaged.
-    """
+    """Return the results in a folder, or None if they are not complete."""
     results = read_results(folder)
     if results is not None:
         check_same_run(identity, results.identity, folder)
@@ -178,15 +174,10 @@ def _finished_results(folder: Path, identity: dict[str, Any]) -> Results | None:
 
 
 def _open_folder(folder: Path, learned: Training, setup: Setup) -> RunLog | None:
-    """Create the folder of a run or continue in it, and return the log on the first rank.
-
-    Raises:
-        FileExistsError: the folder contains a run or other files.
-        ValueError: a checkpoint is damaged or belongs to another run. Nothing has changed then.
-    """
+    """Create the folder of a run or continue in it, and return the log on the first rank."""
     run, goes_on = setup.run, setup.run.resume and (folder / CHECKPOINT).is_dir()
     if run.resume and learned.checkpoints.exists():
-        learned.checkpoints.load()
+        learned.checkpoints.load()  # raises for a checkpoint that is damaged or of another run
     if setup.ranks.rank > 0:
         return None
     begin_run(folder, setup.provenance.options, overwrite=run.overwrite, resume=goes_on)

@@ -41,19 +41,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """Training of one network of a run.
-
-    Args:
-        name: "learned", whose weight decays the evidence learns; "member_1" and so on, which replay
-            these weight decays; or "plain", with the initial weight decay, without an average and
-            without learned noise.
-        build: function that returns the network at its initial parameters.
-        seed: seed of all random numbers of the training.
-        checkpoints: checkpoints of the training, to resume it.
-    """
+    """Training of one network of a run."""
 
     name: str
+    """ "learned", whose weight decays the evidence learns; "member_1" and so on, which replay these
+    weight decays; or "plain", with the initial weight decay, without an average and without learned
+    noise."""
     build: Callable[[], nn.Module]
+    """Function that returns the network at its initial parameters."""
     seed: int
     checkpoints: Checkpoints
 
@@ -88,14 +83,8 @@ def train_network(
 ) -> tuple[nn.Module, OnlineResult]:
     """Train a network and its prior, from a checkpoint if there is one.
 
-    Args:
-        setup: setup of the run.
-        training: the training.
-        on_record: function that is called with the record of each epoch and update.
-        first: result of the training of the learned network, for a member.
-
-    Raises:
-        FloatingPointError: the training diverged.
+    ``on_record`` gets the record of each epoch and update. ``first`` is the result of the learned
+    network, whose weight decays a member replays.
     """
     run, prior, splits, likelihood = setup.run, setup.prior, setup.splits, setup.likelihood
     torch.manual_seed(training.seed)

@@ -84,7 +84,7 @@ def test_the_saved_posterior_is_that_of_the_results(trained):
         delta = record["prior_precision"][name]
         assert tensor.learned == pytest.approx(delta / results.num_data)
     fit = CalibrationFit.of(laplace.calibrations["Laplace, probit"])
-    assert asdict(results.calibration) == {"predictive": "Laplace, probit"} | asdict(fit)
+    assert asdict(results.calibration) == asdict(fit) | {"predictive": "Laplace, probit"}
     assert record["model"]["class_path"] == "marglik.models.MLP"
 
 
