@@ -328,7 +328,6 @@ class Diagonal(Likelihood):
             yield column
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the root times a random sign for each output."""
         return self._scale(f, y) * _random_signs(f, generator)
 
     def _scale(self, f: Tensor, y: Tensor) -> Tensor:
@@ -344,7 +343,6 @@ class _Labels(Likelihood):
     needs_targets = False
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """Return the labels' shape: one for each term."""
         return f.shape[:-1]
 
 
@@ -358,7 +356,6 @@ class _Softmax(_Labels):
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the weights and the smoothing."""
         super().__post_init__()
         if self.weights is not None:
             numbers = _finite(self.weights, is_list=True)
@@ -381,7 +378,6 @@ class _Softmax(_Labels):
         return vector * h.sqrt()[..., None]
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
-        """Raise an error unless the labels fit the logits."""
         C = f.shape[-1]
         of_images = y.shape == (len(f), *f.shape[2:])
         if y.shape != f.shape[:-1] and of_images and not y.is_floating_point():
@@ -420,11 +416,9 @@ class _Softmax(_Labels):
             )
 
     def predicted(self, f: Tensor) -> Tensor:
-        """Return the most probable class of each term."""
         return f.argmax(-1)
 
     def log_probabilities(self, f: Tensor) -> Tensor:
-        """Return the log softmax of f."""
         return torch.log_softmax(f, -1)
 
 
@@ -526,7 +520,6 @@ class NoisyClassification(_Softmax):
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Check the noise."""
         number = _finite(0.0 if self.noise is None else self.noise)
         if number is None or not 0 <= number < 1:
             raise ValueError(f"noise must be in [0, 1), not {self.noise!r}")
@@ -609,7 +602,6 @@ class Ordinal(Diagonal, _Labels):
     cuts: Sequence[float]
 
     def __post_init__(self) -> None:
-        """Check the cut points."""
         super().__post_init__()
         cuts = self.options["cuts"]
         points = _finite(cuts, is_list=True)
@@ -622,7 +614,6 @@ class Ordinal(Diagonal, _Labels):
         return points[:-1], points[1:]
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
-        """Raise an error unless there is one output for each label."""
         if f.shape[-1] != 1:
             raise ValueError(
                 f"likelihood '{self}' needs one output, but the model has {f.shape[-1]}."
@@ -692,19 +683,16 @@ class RegressionPerOutput(Regression):
     noise: Sequence[float] | None = parameter([1.0])
 
     def __post_init__(self) -> None:
-        """Divide the noises by their geometric mean."""
         super().__post_init__()
         noise = self.parameters["noise"]
         object.__setattr__(self, "parameters", {"noise": noise / noise.log().mean().exp()})
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
-        """Raise an error unless there is a noise for each output, too."""
         super().check(f, y)
         if len(self.parameters["noise"]) not in (1, f.shape[-1]):
             raise ValueError(f"likelihood '{self}' does not support {f.shape[-1]} outputs.")
 
     def _relative_noise(self, f: Tensor) -> Tensor:
-        """Return the factor s of each output."""
         return self.parameters["noise"].to(f)
 
 
@@ -720,11 +708,9 @@ class KnownNoise(Regression):
     needs_targets = True
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """Return the shape of numbers and noises."""
         return *f.shape[:-1], 2 * f.shape[-1]
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
-        """Raise an error unless the noises are positive, too."""
         super().check(f, y)
         if not (y.chunk(2, -1)[1] > 0).all():
             raise ValueError(f"likelihood '{self}' needs positive standard deviations.")
@@ -770,7 +756,6 @@ class Heteroscedastic(Diagonal):
     strength: float | None = parameter(1.0)
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """Return the shape with half as many numbers as outputs."""
         if f.shape[-1] % 2:
             raise ValueError(
                 f"likelihood '{self}' needs two outputs for each number, but the model has "
@@ -813,7 +798,6 @@ class Poisson(Diagonal):
     is_count = True
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
-        """Raise an error unless the targets are counts."""
         super().check(f, y)
         if not ((y >= 0) & (y == y.round())).all():
             raise ValueError(f"likelihood '{self}' needs counts 0, 1, 2, ... as targets.")
@@ -824,7 +808,6 @@ class Poisson(Diagonal):
         return f.exp() - y * f + torch.lgamma(y + 1)
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the rates exp(f)."""
         return f.exp()
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
@@ -838,7 +821,6 @@ class Poisson(Diagonal):
         return -_negative_binomial(y, mean, r)
 
     def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Return the negative binomial's distribution function."""
         with extra("statistics"):
             from scipy import stats  # imported here, because it takes a second
 
@@ -861,11 +843,9 @@ class NegativeBinomial(Poisson):
     r: float | None = parameter(1.0)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return −log p(y) of each output."""
         return _negative_binomial(y.to(f), f.exp(), self.parameters["r"].to(f))
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the diagonal μ r/(μ + r)."""
         r = self.parameters["r"].to(f)
         return r * torch.sigmoid(f - r.log())
 
@@ -896,11 +876,9 @@ class StudentT(Diagonal):
         return (scale.square() * df / (df - 2)).expand_as(f)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return −log p(y) of each output."""
         return -self.log_density(y.to(f), f, self._noise(f))
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the diagonal (ν + 1)/((ν + 3) s²)."""
         df, scale = self.parameters["df"].to(f), self.parameters["scale"].to(f)
         return ((df + 1) / ((df + 3) * scale.square())).expand_as(f)
 
@@ -909,13 +887,11 @@ class StudentT(Diagonal):
         return f, self._noise(f), variance
 
     def log_density(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Return the log density of the t distribution with this variance."""
         v = self.parameters["df"].to(mean)
         scale = (variance * (v - 2) / v).sqrt()
         return torch.distributions.StudentT(v, mean, scale, validate_args=False).log_prob(y)
 
     def cdf(self, y: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Return the distribution function of the t distribution with this variance."""
         with extra("statistics"):
             from scipy import stats
 
@@ -943,11 +919,9 @@ class Weibull(Diagonal):
     shape: float | None = parameter(1.0)
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """Return the shape of times and event indicators."""
         return *f.shape[:-1], 2 * f.shape[-1]
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
-        """Raise an error unless times are positive, and events 0 or 1."""
         super().check(f, y)
         t, d = y.chunk(2, -1)
         if not (t > 0).all() or not ((d == 0) | (d == 1)).all():
@@ -961,7 +935,6 @@ class Weibull(Diagonal):
         return z.exp() - d * (z + k.log())
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the diagonal k² eᶻ."""
         t, _ = y.to(f).chunk(2, -1)
         k = self.parameters["shape"].to(f)
         return k.square() * (k * (t.log() - f)).exp()
@@ -1000,7 +973,6 @@ class Bernoulli(Diagonal):
     kind = "binary"
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
-        """Raise an error unless the targets are probabilities of the outputs' shape."""
         super().check(f, y)
         if not ((y >= 0) & (y <= 1)).all():
             raise ValueError(f"likelihood '{self}' needs targets in [0, 1].")
@@ -1010,7 +982,6 @@ class Bernoulli(Diagonal):
         return F.binary_cross_entropy_with_logits(f, y.to(f).expand_as(f), reduction="none")
 
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the diagonal p (1 − p)."""
         return torch.sigmoid(f) * torch.sigmoid(-f)
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -1041,7 +1012,6 @@ class Weighted(Likelihood):
     of: Any
 
     def __post_init__(self) -> None:
-        """Copy the properties of the other likelihood's predictions."""
         likelihood = likelihood_of(self.of)
         object.__setattr__(self, "of", likelihood)
         for name in (
@@ -1061,24 +1031,19 @@ class Weighted(Likelihood):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The other likelihood's text."""
         return {"of": str(self.of)}
 
     def replace(self, **options: Any) -> Likelihood:
-        """Return a copy with other values of some of the other likelihood's options."""
         return Weighted(self.of.replace(**options))
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> "Weighted":
-        """Return a copy with the other likelihood's `with_parameters`."""
         return Weighted(self.of.with_parameters(parameters))
 
     def target_shape(self, f: Tensor) -> Sequence[int]:
-        """Return the other likelihood's shape with one number more."""
         shape = self.of.target_shape(f)
         return (*shape, 2) if self.of.has_labels else (*shape[:-1], shape[-1] + 1)
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
-        """Raise an error unless weights are at least 0, and the other likelihood's check passes."""
         super().check(f, y)
         targets, w = self._parts(y)
         if not (w >= 0).all():
@@ -1088,27 +1053,22 @@ class Weighted(Likelihood):
         self.of.check(f, targets)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the other likelihood's losses times w."""
         targets, w = self._parts(y)
         return w.to(f) * self.of.losses(f, targets)
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
-        """Yield the other likelihood's columns times √w."""
         targets, w = self._parts(y)
         yield from (w.to(f).sqrt() * column for column in self.of.root(f, targets))
 
     def drawn_root(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the other likelihood's draw times √w."""
         targets, w = self._parts(y)
         return w.to(f).sqrt() * self.of.drawn_root(f, targets, generator)
 
     def drawn_gradient(self, f: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the other likelihood's draw times √w."""
         targets, w = self._parts(y)
         return w.to(f).sqrt() * self.of.drawn_gradient(f, targets, generator)
 
     def observed(self, y: Tensor, variance: Tensor) -> Observed:
-        """Return the other likelihood's observed values."""
         return self.of.observed(self._parts(y)[0], variance)
 
     def _parts(self, y: Tensor) -> tuple[Tensor, Tensor]:
