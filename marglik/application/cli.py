@@ -61,7 +61,7 @@ FUNCTIONS = {
     "fit": "marglik.application.runs.fit:fit",
     "evaluate": "marglik.application.runs.evaluate:evaluate_run",
     "predict": "marglik.application.runs.predict:predict_rows",
-    "acquire": "marglik.application.runs.acquire:acquire_rows",
+    "acquire": "marglik.application.runs.predict:acquire_rows",
 }
 """Function of each command, imported on demand, because importing torch takes seconds."""
 FIRST_STEP = "marglik train --config digits"

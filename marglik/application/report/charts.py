@@ -158,38 +158,41 @@ def gain_charts(run: Run) -> list[Chart]:
     if "plain" not in networks:
         return []
     name, plain = [*networks["plain"].predictives.items()][-1]
-    learned = next(iter(networks.values())).predictives[name]
-    pair = {"plain network": plain, "learned": learned}
+    pair = {"plain network": plain, "learned": next(iter(networks.values())).predictives[name]}
     charts = []
     for field in MEASURES:
-        ends = [getattr(one.intervals, field) for one in pair.values()]
-        if None in ends:
+        intervals = [getattr(one.intervals, field) for one in pair.values()]
+        if None in intervals:
             continue
-        metric = METRICS[field]
-        factor = 100 if metric.unit == "%" else 1
+        metric, factor = METRICS[field], 100 if METRICS[field].unit == "%" else 1
+        ends = [(factor * low, factor * high) for low, high in intervals]
         values = [factor * getattr(one.metrics, field) for one in pair.values()]
-        above = [factor * high - value for (_, high), value in zip(ends, values, strict=True)]
-        below = [value - factor * low for (low, _), value in zip(ends, values, strict=True)]
-        bars = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
         points = _curve(
-            name, [*pair], values, run.style, mode="markers", size=12, error_y=bars,
-            customdata=[f"95 %: {interval(pair, 3, factor)}" for pair in ends],
+            name, [*pair], values, run.style, mode="markers", size=12,
+            error_y=_whiskers(values, ends),
+            customdata=[f"95 %: {interval(both, 3)}" for both in ends],
         )  # fmt: skip
-        title = f"{metric.title}, {metric.better} is better"
-        axis = f"{metric.short}{' in %' if factor > 1 else ''} on the test set"
-        low, high = (factor * end for end in (min(e[0] for e in ends), max(e[1] for e in ends)))
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
         margin = 0.2 * (high - low)  # space above the whiskers for plotly's buttons
         charts.append(
             _chart(
-                title,
+                f"{metric.title}, {metric.better} is better",
                 [points],
-                ("network", axis),
+                ("network", f"{metric.short}{' in %' if factor > 1 else ''} on the test set"),
                 keys=[*pair],
                 xaxis={"type": "category", "range": [-0.5, 1.5]},
                 yaxis={"range": [low - margin / 2, high + margin]},
-            )  # fmt: skip
+            )
         )
     return charts
+
+
+def _whiskers(values: Sequence[float | None], ends: Sequence[tuple[float, float]]) -> Trace:
+    """Return the error bars of values, which count as 0 if they are None."""
+    pairs = [*zip([value or 0.0 for value in values], ends, strict=True)]
+    above = [max(high - value, 0.0) for value, (_, high) in pairs]
+    below = [max(value - low, 0.0) for value, (low, _) in pairs]
+    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
 
 
 # Course of a training
@@ -311,16 +314,13 @@ def reliability_chart(title: str, series: Sequence[Predictive]) -> Chart:
             counts = [data.count] * len(x)
         else:
             x, y, counts = data.confidence, data.accuracy, data.counts
-            keys, number_of_all = _spans(data.edges, 3), max(sum(counts), 1)
-            sizes = [4 + 9 * (n / number_of_all) ** 0.5 for n in counts]
+            keys = [interval(pair, 3) for pair in pairwise(data.edges)]
+            sizes = [4 + 9 * (n / max(sum(counts), 1)) ** 0.5 for n in counts]
             look: Any = {"mode": "markers", "size": sizes, "cliponaxis": False}
         # Each share has Wilson's interval. An empty bin has no interval and no whisker.
-        bins = [*zip([share or 0.0 for share in y], counts, strict=True)]
+        bins = zip([share or 0.0 for share in y], counts, strict=True)
         ends = [share_interval(round(share * n), n) if n else (share, share) for share, n in bins]
-        above = [max(end[1] - share, 0.0) for end, (share, _) in zip(ends, bins, strict=True)]
-        below = [max(share - end[0], 0.0) for end, (share, _) in zip(ends, bins, strict=True)]
-        bars = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
-        look["error_y"] = bars | {"thickness": 1, "width": 0}
+        look["error_y"] = _whiskers(y, ends) | {"thickness": 1, "width": 0}
         look["customdata"] = [
             f"95 %: {interval(pair, 3)}, {n:,} predictions" if n else ""
             for pair, n in zip(ends, counts, strict=True)
@@ -373,7 +373,3 @@ def _share_chart(
     axis: Any = {"range": [0, 1], "tickformat": ".0%"}
     y_axis = {"rangemode": "tozero", "tickformat": "~%"}
     return _chart(title, traces, axes, show=percentage, xaxis=axis, yaxis=y_axis)
-
-
-def _spans(edges: Sequence[float], decimals: int) -> list[str]:
-    return [interval(pair, decimals) for pair in pairwise(edges)]

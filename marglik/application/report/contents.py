@@ -127,12 +127,7 @@ def predictives(runs: Sequence[Run]) -> list[Predictive]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Return the runs of a page, with different labels if there are several.
-
-    Raises:
-        ValueError: the folders are not different folders of runs, or a file in them is damaged.
-        FileNotFoundError: a folder does not exist.
-    """
+    """Return the runs of a page, with different labels if there are several."""
     if not folders or len({folder.resolve() for folder in folders}) < len(folders):
         names = ", ".join(map(str, folders)) or "none"
         raise ValueError(

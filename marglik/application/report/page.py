@@ -62,7 +62,7 @@ def _render(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["kind"] = lambda block: type(block).__name__
+    environment.filters |= {"kind": lambda block: type(block).__name__, "number": number}
     folder = files("marglik.application.report")
     # The charts need only the basic bundle of plotly.js, with scatters and bars. The whole library
     # would make a page of 1.9 MB packed and 4.9 MB unpacked. The page unpacks the bundle after the
@@ -84,36 +84,32 @@ def _render(runs: Sequence[Run]) -> str:
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return (name, value for each run) of the facts that at least one run has."""
-    columns = [_facts_of(run) for run in runs]
-    rows = {name: [column[name] for column in columns] for name in columns[0]}
-    return [(name, values) for name, values in rows.items() if set(values) != {NOTHING}]
-
-
-def _facts_of(run: Run) -> dict[str, str]:
-    results = run.results
-    tensors = results.weight_decay.values() if results else ()
-    total = sum(tensor.parameters for tensor in tensors)
-    effective = sum(tensor.effective_parameters for tensor in tensors)
-    last = str(run.epochs[-1].epoch) if run.epochs else NOTHING
-    unfinished = ", unfinished" if run.epochs and not results else ""
-    return {
-        "Network": run.model or NOTHING,
-        "Data": run.data or NOTHING,
-        "Date of the run": f"{run.date.strftime(DATE_FORMAT)}{unfinished}",
-        "Training examples": number(results and results.num_data),
-        "Target": NOTHING
-        if run.target_scale is None
-        else "standardised for training, by mean {} and standard deviation {}".format(
-            *map(number, run.target_scale)
-        ),
-        "Epochs": f"{last} (kept: {results.evidence.epoch})" if results and run.epochs else last,
-        "Log marginal likelihood": f"{number(results.evidence.final / results.num_data, 4)} nats "
-        "per example"
-        if results
-        else NOTHING,
-        "Effective parameters": f"{number(round(effective))} of {number(total)}"
-        if total
-        else NOTHING,
-        "Time": duration(results and results.seconds),
-        "Folder": str(run.folder),
-    }
+    rows: dict[str, list[str]] = {}
+    for run in runs:
+        results, scale = run.results, run.target_scale
+        unfinished = ", unfinished" if run.epochs and not results else ""
+        facts = {
+            "Network": run.model,
+            "Data": run.data,
+            "Date of the run": f"{run.date.strftime(DATE_FORMAT)}{unfinished}",
+            "Training examples": results and number(results.num_data),
+            "Target": scale
+            and "standardised for training, by mean "
+            f"{number(scale[0])} and standard deviation {number(scale[1])}",
+            "Epochs": str(run.epochs[-1].epoch) if run.epochs else None,
+            "Log marginal likelihood": None,
+            "Effective parameters": None,
+            "Time": results and duration(results.seconds),
+            "Folder": str(run.folder),
+        }
+        if results:
+            evidence, tensors = results.evidence, results.weight_decay.values()
+            per_example = number(evidence.final / results.num_data, 4)
+            facts["Log marginal likelihood"] = f"{per_example} nats per example"
+            effective = round(sum(tensor.effective_parameters for tensor in tensors))
+            total = sum(tensor.parameters for tensor in tensors)
+            facts["Effective parameters"] = f"{number(effective)} of {number(total)}"
+            facts["Epochs"] = facts["Epochs"] and f"{facts['Epochs']} (kept: {evidence.epoch})"
+        for name, value in facts.items():
+            rows.setdefault(name, []).append(value or NOTHING)
+    return [(name, values) for name, values in rows.items() if {*values} != {NOTHING}]

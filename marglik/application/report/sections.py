@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kfac_backend.fisher import Fisher
 from marglik.application.records import Example
@@ -21,29 +21,23 @@ from marglik.application.report.tables import (
 from marglik.prediction.metric_types import Coverage
 from marglik.storage.checkpoint import leaves
 
-PARTS = "aleatoric", "epistemic"
-"""Parts of the entropy."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Image as a data URI, with lines of text below it."""
-
-    image: str
-    alt: str
-    lines: Sequence[tuple[str, str]] = ()
-    """(label, value) of each line."""
-    parts: Sequence[float] = ()
-    """Aleatoric and epistemic part of the entropy, relative to the largest entropy shown."""
-
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures side by side. A gallery without a title continues the gallery above."""
+    """Images of examples side by side. A gallery without a title continues the gallery above."""
 
     title: str
-    pictures: Sequence[Picture]
-    kind: str = ""
+    what: str
+    """What the examples are, such as "Test image"."""
+    examples: Sequence[Example]
+    kind: str = "small"
+
+    @property
+    def largest_entropy(self) -> float:
+        """The largest sum of the aleatoric and the epistemic part."""
+        parts = ("aleatoric", "epistemic")
+        sums = [sum(one.numbers.get(part, 0.0) for part in parts) for one in self.examples]
+        return max(sums, default=0.0) or 1.0
 
 
 @dataclass(frozen=True)
@@ -154,13 +148,15 @@ def _augmentation(runs: Sequence[Run]) -> Blocks:
         blocks.append(Table(run.titled("Ranges"), columns, rows))
         title = run.titled("Training images and their transformed copies")
         for i, images in enumerate(augmentation.examples):
-            names = ["Training image", *(f"Copy {k}" for k in range(1, len(images)))]
-            pictures = [Picture(*pair) for pair in zip(images, names, strict=True)]
-            blocks.append(Gallery("" if i else title, pictures, "copies"))
+            names = ["original", *(f"Copy {k}" for k in range(1, len(images)))]
+            pairs = zip(names, images, strict=True)
+            examples = [Example(i, name, image=image) for name, image in pairs]
+            blocks.append(Gallery("" if i else title, "Training image", examples, "copies"))
     return blocks
 
 
 def _reliability(runs: Sequence[Run]) -> Blocks:
+    """Return the curves, and the held-out NLL with and without calibration of each run."""
     # Curves with the same bins or levels share a chart and its table.
     groups = defaultdict(list)
     for one in predictives(runs):
@@ -169,11 +165,6 @@ def _reliability(runs: Sequence[Run]) -> Blocks:
             places = data.levels if isinstance(data, Coverage) else data.edges
             groups[one.chart, tuple(places)].append(one)
     reliability = [charts.reliability_chart(title, group) for (title, _), group in groups.items()]
-    return [reliability, *_held_out(runs)]
-
-
-def _held_out(runs: Sequence[Run]) -> list[Table]:
-    """Return a table of the held-out NLL with and without calibration, for each run."""
     rows = []
     for run in runs:
         if run.results is None or (fit := run.results.calibration) is None:
@@ -183,7 +174,8 @@ def _held_out(runs: Sequence[Run]) -> list[Table]:
         rows.append(Row(run.titled(fit.predictive), cells, detail=fit.calibration.in_words))
     titles = ["calibrated", "uncalibrated", "MAP, temperature-scaled", "MAP", "held-out terms"]
     title = "NLL of the held-out data used for calibration"
-    return [Table(title, ["Predictive", *titles], rows, summary=title)] if rows else []
+    table = [Table(title, ["Predictive", *titles], rows, summary=title)] if rows else []
+    return [reliability, *table]
 
 
 def _errors(runs: Sequence[Run]) -> Blocks:
@@ -221,24 +213,9 @@ def _ood(runs: Sequence[Run]) -> Blocks:
     return [[charts.roc_chart(title, group) for title, group in curves.items()]]
 
 
-def _gallery(title: str, examples: Sequence[Example], what: str, kind: str = "") -> Gallery:
-    """Return the images of examples with labels, predictions and numbers below them."""
-    largest = max([one.numbers.get("entropy", 0.0) for one in examples], default=0.0) or 1.0
-    pictures = []
-    for one in examples:
-        predicted = [] if one.predicted is None else [("predicted", one.predicted)]
-        alt = f"{what} {one.index}: {one.label}"
-        alt += f", predicted as {one.predicted}" if predicted else ""
-        lines = [("label", one.label), *predicted]
-        lines += [(name, number(value)) for name, value in one.numbers.items()]
-        split = [one.numbers[name] / largest for name in PARTS if name in one.numbers]
-        pictures.append(Picture(one.image or "", alt, [*lines, ("example", str(one.index))], split))
-    return Gallery(title, pictures, kind)
-
-
 def _uncertain(runs: Sequence[Run]) -> Blocks:
     return [
-        _gallery(run.titled(f"By {uncertain.predictive}"), uncertain.examples, "Test image")
+        Gallery(run.titled(f"By {uncertain.predictive}"), "Test image", uncertain.examples, "")
         for run in runs
         if run.evaluation and (uncertain := run.evaluation.uncertain)
     ]
@@ -261,7 +238,7 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
         blocks.append(run.titled(text))
         title = run.titled("The most suspicious labels")
         if labels.examples and labels.examples[0].image:
-            blocks.append(_gallery(title, labels.examples, "Training image", "small"))
+            blocks.append(Gallery(title, "Training image", labels.examples))
         elif labels.examples:
             columns = ["Training example", "label", "predicted", *labels.examples[0].numbers]
             rows = [_row(str(one.index), one) for one in labels.examples]
@@ -289,9 +266,8 @@ def _explanations(runs: Sequence[Run]) -> Blocks:
                 rows.append(Row(name))
                 rows += [_row(f"Training example {e.index}", e) for e in one.explained_by]
                 continue
-            test = _gallery(run.titled(name), [one], "Test example", "small")
-            train = _gallery("", one.explained_by, "Training example", "small")
-            blocks.append(replace(test, pictures=[*test.pictures, *train.pictures]))
+            blocks.append(Gallery(run.titled(name), "Test example", [one]))
+            blocks.append(Gallery("", "Training example", one.explained_by))
         if rows:
             title = run.titled("Test predictions with the largest losses")
             blocks.append(Table(title, ["Example", "label", "effect"], rows, has_words=True))

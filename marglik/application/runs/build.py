@@ -92,14 +92,9 @@ def check_model(
     likelihood: Likelihood | str = "classification",
     predictive: PredictiveConfig | None = None,
 ) -> None:
-    """Run two training examples through the network, the curvature pass and the predictive.
+    """Raise an error unless two training examples pass the network, a curvature pass, a prediction.
 
-    Raises:
-        ValueError: the network does not accept the inputs; the outputs are not (N, C) with one
-            output per class, or (N, R, C) for class labels (N, R); targets do not fit the
-            likelihood; or the predictive does not support such outputs.
-        TypeError: outputs are not a tensor, or class labels are not integers.
-        NotImplementedError: a layer has no K-FAC rule, or the predictive does not support it.
+    The error says what does not fit: inputs, outputs, targets, or a layer.
     """
     likelihood = likelihood_of(likelihood)
     if splits.classes is not None and likelihood.kind == "continuous":

@@ -78,10 +78,6 @@ def evaluate_run(
         accelerator: device. auto selects cuda if it is available.
         seed: seed of the random numbers for sampling.
         progress: whether to show progress bars on a terminal and lines of text elsewhere.
-
-    Raises:
-        FileNotFoundError: the folder does not exist, or contains no posterior.
-        ValueError: data, model and posterior do not fit together, or files were altered.
     """
     check_seed(seed)
     if Path(path).is_file():

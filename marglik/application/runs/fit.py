@@ -67,12 +67,6 @@ def fit(
         progress: whether to show progress bars on a terminal and lines of text elsewhere.
         provenance: the specifications that build model and data. They are saved with the posterior,
             so that it can be loaded without these arguments.
-
-    Raises:
-        ValueError: options, data, checkpoint and model do not fit together.
-        NotImplementedError: a layer has no K-FAC rule.
-        FileExistsError: the output folder contains a run or other files.
-        OSError: the output folder cannot be written to.
     """
     # Step 1: check options, data and network before the pass.
     check_seed(seed)

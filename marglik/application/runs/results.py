@@ -38,7 +38,7 @@ MOST_SUSPICIOUS, IMAGES_SHOWN = 10, 3
 
 def calibration_record(name: str, content: dict[str, Any], splits: Splits) -> CalibrationRecord:
     """Return the record of a predictive's calibration, in the units of the targets."""
-    fit = vars(CalibrationFit.of(content))
+    fit = dict(vars(CalibrationFit.of(content)))
     for key in ("calibration", "map_calibration"):
         fit[key] = calibration_in_units(fit[key], splits)
     if splits.target_scale is not None:  # y = mean + std·t, so p(y) = p(t)/std

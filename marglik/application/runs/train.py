@@ -88,15 +88,6 @@ def train(
         run: all other options.
         provenance: the options, and the specifications that build model and data. They are saved
             with the posterior, so that it can be loaded without these arguments.
-
-    Raises:
-        ValueError: before any training, options, data and model do not fit together, or a resumed
-            run has other options than before.
-        NotImplementedError: before any training, a layer has no K-FAC rule.
-        FileExistsError: the output folder contains a run or other files.
-        OSError: the output folder cannot be written to.
-        FloatingPointError: the training diverged.
-        RankError: another process has other options.
     """
     start = time.perf_counter()
     gains = gains_in_words(likelihood, prior, run)
