@@ -73,6 +73,8 @@ ROW_BYTES = 4 * 2**30
 that they form from these once."""
 DENSE_BYTES = 32 * 2**20
 """Maximum number of bytes of dense gradients in memory at the same time."""
+MOST_ROWS = 2000
+"""Maximum number of rows of an exact block that is solved directly."""
 MOST_ITERATIONS = 1000
 """Maximum number of conjugate gradient iterations, after which a warning gives the residual."""
 
@@ -169,7 +171,7 @@ def influence(
                         saved.save_solved(chunk, solved)
                 contraction = _Contraction(systems, solved or {})
                 systems.run(contraction, train, "Scores", progress)
-                own = contraction.scores
+                own = torch.cat(contraction.of_batches, 1)
                 if saved is not None:
                     saved.save_scores(chunk, own, batches)
             assert own is not None
@@ -260,10 +262,8 @@ def check_not_shuffled(train: Any) -> None:
         )
 
 
-def _of_all_ranks(
-    own: Float[Tensor, "Q n"], ranks: Ranks, device: torch.device
-) -> Float[Tensor, "Q N"]:
-    """Return all ranks' columns, those of rank 0 first; collective."""
+def _of_all_ranks(own: Tensor, ranks: Ranks, device: torch.device) -> Float[Tensor, "Q N"]:
+    """Return the columns of all ranks in order, from the columns of each rank; collective."""
     if ranks.size == 1:
         return own
     columns = ranks.gather(own.shape[1])
@@ -342,15 +342,19 @@ class _Systems:
         return spectra
 
     @cached_property
-    def _rows(self) -> "_Rows":
-        """The rows of the exact blocks, of this rank's training examples."""
+    def _exact_solvers(self) -> list[Callable[[Gradients], Gradients]]:
+        """Solvers of the exact blocks, from the rows of this rank's training examples."""
         rows, options, driver = _Rows(self.spectra), self._posterior.options, self._driver
         # Use all vectors of the GGN. A learner may have used random signs, to save time.
         if options.fisher == "random_signs":
             self._driver = self._make_driver(options.replace(fisher="exact"))
         self.run(rows, self._train, "Rows of the exact blocks", self._progress)
         self._driver = driver
-        return rows
+        blocks: dict[str, list[str]] = {}
+        for name in self.spectra:
+            block = name.rpartition(".")[0] if self._blocks == "layer" else name
+            blocks.setdefault(block, []).append(name)
+        return [_exact_solver(names, rows, self) for names in blocks.values()]
 
     def batches(self, data: Iterable[Any]) -> Iterable[Any]:
         """Return the batches, on several ranks only those with examples of this rank."""
@@ -374,13 +378,9 @@ class _Systems:
         if self._curvature != "exact":
             return _precondition(gradients, self.spectra)
         self.ranks.exchange_((g, 0) for g in gradients.values())
-        blocks: dict[str, list[str]] = {}
-        for name in self.spectra:
-            block = name.rpartition(".")[0] if self._blocks == "layer" else name
-            blocks.setdefault(block, []).append(name)
         solved: Gradients = {}
-        for names in blocks.values():
-            solved |= _solve_exact(names, self._rows, self, gradients)
+        for solver in self._exact_solvers:
+            solved |= solver(gradients)
         return solved
 
     def sample(self, queries: Iterable[Any], measure: Measure) -> str:
@@ -455,9 +455,7 @@ def loss_gradient(f: Tensor, y: Tensor, likelihood: Likelihood) -> Tensor:
 class _ByParameter(HeldGradients):
     """Pass on each batch's gradients by parameter, for one vector or all vectors of the GGN.
 
-    Args:
-        spectra: the blocks.
-        some_examples: whether a layer's examples may come in parts.
+    A layer's examples may come in parts if ``some_examples``.
     """
 
     some_examples = True
@@ -523,7 +521,8 @@ class _Contraction(_ByParameter):
     def __init__(self, systems: _Systems, solved: Gradients) -> None:
         super().__init__(systems.spectra)
         self._systems, self._solved = systems, solved
-        self._of_batches = [next(iter(solved.values()))[:, :0].cpu()]
+        self.of_batches = [next(iter(solved.values()))[:, :0].cpu()]
+        """Scores (Q, n) of each batch, on the CPU."""
 
     def vectors(self, of_fisher: Any, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """Yield one vector, the gradient of the objective's training loss, at σ and T."""
@@ -542,12 +541,7 @@ class _Contraction(_ByParameter):
     def batch_done(self, f: Tensor, y: Tensor) -> None:
         """Store the batch's scores."""
         super().batch_done(f, y)
-        self._of_batches.append(self._batch.cpu())
-
-    @property
-    def scores(self) -> Float[Tensor, "Q n"]:
-        """Scores of this rank's examples, on the CPU."""
-        return torch.cat(self._of_batches, 1)
+        self.of_batches.append(self._batch.cpu())
 
 
 class _Rows(_ByParameter):
@@ -583,16 +577,14 @@ class _GradientRows:
     """Gradients g_nv of n examples in one parameter, or in one of its maps.
 
     With a single position they are b aᵀ, and products with them never form the outer product.
-
-    Args:
-        gradients: the gradients, as factors.
-        most_bytes: bytes up to which gradients of several positions, Σ_r b_r a_rᵀ, are formed once.
-            Larger ones are formed in each product, for a few examples at a time.
+    Gradients of several positions, Σ_r b_r a_rᵀ, are formed once if they take at most
+    ``most_bytes``, and otherwise in each product, for a few examples at a time.
     """
 
     def __init__(self, gradients: ParameterGradients, most_bytes: int = 0) -> None:
         P, (use, transposed) = gradients.spectrum.numel(), gradients.uses[0]
         self.name, self.formed_bytes = gradients.name, 0
+        _, self.n, _, self.V, _ = use.b.shape
         self._columns = slice(gradients.slot * P, (gradients.slot + 1) * P)
         self._factors = None
         if len(gradients.uses) == 1 and use.a is not None and use.b.shape[2] == 1:
@@ -601,13 +593,12 @@ class _GradientRows:
             self._factors = b, a, (len(b), *(sides[::-1] if transposed else sides))
             self._order = "io" if transposed else "oi"
             return
-        _, n, _, V, _ = use.b.shape
-        of_example = V * P * use.b.element_size()
+        of_example = self.V * P * use.b.element_size()
         self._size = max(1, DENSE_BYTES // of_example)
-        parts = [slice(start, start + self._size) for start in range(0, n, self._size)]
+        parts = [slice(start, start + self._size) for start in range(0, self.n, self._size)]
         self._dense: Callable[[], Iterable[Tensor]] = lambda: map(gradients.dense, parts)
-        if n * of_example <= most_bytes:
-            dense, self.formed_bytes = [*self._dense()], n * of_example
+        if self.n * of_example <= most_bytes:
+            dense, self.formed_bytes = [*self._dense()], self.n * of_example
             self._dense = lambda: dense
 
     def inner(self, S: Float[Tensor, "Q P"]) -> Float[Tensor, "Q n V"]:
@@ -663,38 +654,62 @@ def _precondition(gradients: Gradients, spectra: PosteriorPrecision) -> Gradient
     return solved
 
 
-def _solve_exact(
-    names: list[str], rows: "_Rows", systems: _Systems, gradients: Gradients
-) -> Gradients:
-    """Return the solutions for one exact block of H/(σ²T) + P over some tensors.
+def _exact_solver(
+    names: list[str], rows: "_Rows", systems: _Systems
+) -> Callable[[Gradients], Gradients]:
+    """Return the function that solves one exact block H/(σ²T) + P over some tensors.
 
-    Args:
-        names: the tensors, whose EKFAC blocks precondition.
-        rows: rows of this rank's training examples.
-        systems: the systems.
-        gradients: query gradients (Q, P) of all tensors.
+    Few rows G (M, P) are formed: S = P⁻¹ (∇m − Gᵀ (σ²T + G P⁻¹ Gᵀ)⁻¹ G P⁻¹ ∇m). Otherwise conjugate
+    gradients solve, with the EKFAC blocks of the tensors as the preconditioner.
     """
-    batches = [[g for g in batch if g.name in names] for batch in rows.batches]
+    own = ([g for g in batch if g.name in names] for batch in rows.batches)
+    batches = [batch for batch in own if batch]
+    sizes = [systems.spectra[name][0].numel for name in names]
+
+    def join(parts: Gradients) -> Tensor:
+        return torch.cat([parts[name] for name in names], 1)
 
     def split(v: Tensor) -> Gradients:
-        sizes = [gradients[name].shape[1] for name in names]
         return dict(zip(names, v.split(sizes, 1), strict=True))
 
     def matvec(v: Tensor) -> Tensor:
         parts = split(v)
         Hv = {name: torch.zeros_like(part) for name, part in parts.items()}
-        for batch in filter(None, batches):
+        for batch in batches:
             c = systems.scale * torch.stack([g.inner(parts[g.name]) for g in batch]).sum(0)
             for g in batch:
                 g.add_outer(c, Hv[g.name])
         systems.ranks.sum_(Hv.values())
-        return torch.cat([Hv[name] + systems.delta[name] * parts[name] for name in names], 1)
+        return join({name: Hv[name] + systems.delta[name] * parts[name] for name in names})
 
-    def precondition(v: Tensor) -> Tensor:
-        return torch.cat([*_precondition(split(v), systems.spectra).values()], 1)
+    def by_iterations(gradients: Gradients) -> Gradients:
+        precondition = lambda v: join(_precondition(split(v), systems.spectra))  # noqa: E731
+        return split(conjugate_gradients(matvec, precondition, join(gradients), ", ".join(names)))
 
-    b = torch.cat([gradients[name] for name in names], 1)
-    return split(conjugate_gradients(matvec, precondition, b, ", ".join(names)))
+    M, P = sum(batch[0].n * batch[0].V for batch in batches), sum(sizes)
+    of_all_blocks = 8 * M * sum(eigen.numel for eigen, _ in systems.spectra.values())
+    if M > min(P, MOST_ROWS) or of_all_blocks > ROW_BYTES or systems.ranks.size > 1:
+        return by_iterations
+    dtype, device = systems.spectra[names[0]][1].dtype, systems.device
+    G, start = torch.zeros(M, P, dtype=dtype, device=device), 0
+    for batch in batches:
+        n, V = batch[0].n, batch[0].V
+        one = torch.eye(n * V, dtype=dtype, device=device).unflatten(1, (n, V))
+        for g in batch:
+            g.add_outer(one, split(G[start : start + n * V])[g.name])
+        start += n * V
+    G = G.double()
+    delta = join(
+        {n: G.new_full((1, p), systems.delta[n]) for n, p in zip(names, sizes, strict=True)}
+    )
+    L = torch.linalg.cholesky((G / delta) @ G.mT + torch.eye(M).to(G) / systems.scale)
+
+    def directly(gradients: Gradients) -> Gradients:
+        b = join(gradients).double()
+        c = torch.cholesky_solve(G @ (b / delta).mT, L)  # (M, Q)
+        return split(((b - c.mT @ G) / delta).to(dtype))
+
+    return directly
 
 
 def conjugate_gradients(
@@ -705,11 +720,7 @@ def conjugate_gradients(
 ) -> Float[Tensor, "Q P"]:
     """Return solutions x of M x = b for each row, to a residual of √ε of b.
 
-    Args:
-        matvec: M v for rows v, M symmetric and positive definite.
-        precondition: an approximation of M⁻¹ v, symmetric and positive definite.
-        b: right-hand sides.
-        name: name of the system, for the warning.
+    M and the preconditioner, which approximates M⁻¹, are symmetric and positive definite.
     """
     tolerance = torch.finfo(b.dtype).eps ** 0.5 * b.norm(dim=1)
     x, r = torch.zeros_like(b), b.clone()

@@ -4,8 +4,7 @@ The default score for classes is the mutual information between a label and the 
 I(y; θ | x) = H(E p(y|x, θ)) − E H(p(y|x, θ)) in nats, under the uncalibrated posterior. An
 ambiguous input has a high entropy but little mutual information, because its label hardly informs
 about the parameters. Sources: Houlsby et al. 2011 (arXiv:1112.5745); Kirsch, van Amersfoort & Gal
-2019 (arXiv:1906.08158) for the joint choice of several inputs. They weigh samples of the parameters
-for each joint label. Ours conditions the outputs' covariance instead, see `choose_by_outputs`.
+2019 (arXiv:1906.08158) for the joint choice of several inputs, see `choose_by_outputs`.
 
 For regression with Gaussian noise the mutual information is ½ log det(I + J Σ Jᵀ/σ²). It is largest
 for inputs unlike all others, whose labels inform little about the rest of the pool. The default is
@@ -43,8 +42,6 @@ MOST_CANDIDATES = 500
 """Number of candidates of a joint choice: the inputs with the highest scores."""
 MOST_TARGETS = 250
 """Number of inputs of the pool, drawn at random, over which the EPIG is a mean."""
-KINDS = {"entropy": ["classes", "binary"], "margin": ["classes"]}
-"""Score -> kinds of likelihoods that it supports."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +121,13 @@ def acquire(
         method = "epig" if is_cheap and "epig" in of_source else "mutual_information"
     if joint is None:
         joint = is_cheap and method in of_source and 1 < number <= MOST_CANDIDATES
-    if (joint or method == "epig") and method not in of_source:
+    is_unsupported = (joint or method == "epig") and method not in of_source
+    if is_unsupported or (joint and number > MOST_CANDIDATES):
         raise NotImplementedError(
-            f"method={method!r} with joint={joint} is not supported for this "
-            f"{type(source).__name__} and pool. joint=True needs the posterior and method "
-            "'mutual_information' for classes with a pool in memory, or method "
-            "'mutual_information' or 'epig' for 'regression' with a pool of vectors (M, d). Pass "
-            "method='mutual_information' and joint=False."
+            f"{number} inputs by method={method!r} with joint={joint} are not supported for this "
+            f"{type(source).__name__} and pool. joint=True chooses up to {MOST_CANDIDATES} inputs, "
+            "and needs a posterior and a pool in memory, of vectors (M, d) for regression. 'epig' "
+            "is for regression. Pass method='mutual_information' and joint=False."
         )
     if generator is None:
         device = source.mean.device if isinstance(source, Posterior) else "cpu"
@@ -155,11 +152,6 @@ def acquire(
     if not joint:
         return Acquisition(order[:number], scores[order[:number]], scores, method)
     assert isinstance(source, Posterior)
-    if number > MOST_CANDIDATES:
-        raise ValueError(
-            f"number={number} exceeds the {MOST_CANDIDATES} candidates of a joint choice. Choose "
-            "fewer, or pass joint=False."
-        )
     candidates = order[: min(MOST_CANDIDATES, num_left)].sort()[0]
     x = examples(pool, candidates)
     with torch.no_grad():
@@ -231,7 +223,8 @@ def _scores_of(
             num_examples(x) or len(x), generator=generator, device=generator.device
         )
     likelihood = likelihood_of(getattr(source, "likelihood", "classification"))
-    if likelihood.kind not in KINDS.get(method, [likelihood.kind]):
+    kinds = {"entropy": ["classes", "binary"], "margin": ["classes"]}
+    if likelihood.kind not in kinds.get(method, [likelihood.kind]):
         raise ValueError(
             f"method={method!r} is for class probabilities, but the likelihood is '{likelihood}'. "
             "Pass method='mutual_information'."
@@ -295,11 +288,7 @@ def _half_log_det(V: Float[Tensor, "*n C C"]) -> Float[Tensor, "*n"]:
 def _choose_numbers(
     posterior: Posterior, x: Tensor, number: int, targets: Float[Tensor, "T d"] | None
 ) -> tuple[list[int], list[Tensor]]:
-    """Choose by the joint covariance of the outputs of all targets and candidates (regression).
-
-    For the mutual information, a greedy choice has at least 63 % of the information of the best
-    choice, because the information of labels that are independent given θ is submodular.
-    """
+    """Choose by the joint covariance of the outputs of all targets and candidates (regression)."""
     T = 0 if targets is None else len(targets)
     V = _covariances(posterior, x if targets is None else torch.cat([targets, x]))
     chosen, gains = [], []

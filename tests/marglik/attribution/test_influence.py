@@ -372,6 +372,7 @@ def test_sizes_of_parts_change_nothing(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(module, "QUERY_BYTES", 1)
             patch.setattr(module, "DENSE_BYTES", 1)
+            patch.setattr(module, "MOST_ROWS", 0)
             found = influence(posterior, data, data, curvature=curvature)
         assert relative(found, expected) < 1e-7
     monkeypatch.setattr(module, "ROW_BYTES", 100)

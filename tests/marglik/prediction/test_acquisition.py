@@ -332,7 +332,7 @@ def test_pools_and_sources():
     with torch.no_grad():
         twin[2].weight.mul_(-1)
     assert acquire(ensemble, x, 1).scores.max() > 0.01
-    with pytest.raises(NotImplementedError, match="this Ensemble and pool.*needs the posterior"):
+    with pytest.raises(NotImplementedError, match="this Ensemble and pool.*needs a posterior"):
         acquire(ensemble, x, 2, joint=True)
     with pytest.raises(ValueError, match="'margin' is for class probabilities"):
         acquire(posterior("bernoulli", 1)[0], x, 1, "margin")
