@@ -185,7 +185,7 @@ def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
         _check_conformal_sets(namespace)
     if page == "docs/index.md":
         assert "torch.Size([75, 75])" in shown
-    if page == "kfac_backend/README.md":
+    if page == "docs/adding-a-layer.md":
         blocks = ["0.class_token", "0.gain", "1.A", "1.B", "3.weight", "3.bias"]
         assert shown.strip() == str(blocks)
 
