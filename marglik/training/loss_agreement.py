@@ -190,21 +190,8 @@ def warn_of_another_gradient(
         )
     elif is_factor:
         difference = f"is {factor:.4g} times the gradient of the likelihood"
-        if is_sum:
-            difference += ', as with reduction="sum". Take the mean'
-        elif counts_first_labels:
-            difference += (
-                f", as for a sum over {terms} terms that is divided by the number of labels before "
-                f"their shift, {num_labels}. If all sequences have this length, pass "
-                f"loss_scale={scale * factor:.6g} to the learner"
-            )
-        elif not is_mean_over_terms and abs(factor * terms / len(f) - 1) < TOLERANCE:
-            difference += ", as for a mean over all terms that count. Pass loss_mean_over='terms'"
-        else:
-            difference += (
-                ", as for a mean over outputs, or a loss without the factor ½. If this holds "
-                f"for all batches, pass loss_scale={scale * factor:.6g} to the learner"
-            )
+        shifted = num_labels if counts_first_labels else None
+        difference += _cause_of(factor, is_sum, len(f), terms, shifted, options)
     elif ours.shape[1] > 1 and same(loops, _per_term(loops, ours) * ours):
         difference = (
             f"has larger weights for some {unit} than for others. Give the likelihood these "
@@ -221,6 +208,36 @@ def warn_of_another_gradient(
         f"{difference}.",
         RuntimeWarning,
         stacklevel=2,
+    )
+
+
+def _cause_of(
+    factor: float,
+    is_sum: bool,
+    num_examples: int,
+    terms: int,
+    num_labels: int | None,
+    options: LearnerOptions,
+) -> str:
+    """Return the likely cause of a factor, and the way out, for a warning.
+
+    ``num_labels`` is the number of labels before a shift that would explain the factor.
+    """
+    loss_scale = f"{options.loss_scale * factor:.6g}"
+    if is_sum:
+        return ', as with reduction="sum". Take the mean'
+    if num_labels is not None:
+        return (
+            f", as for a sum over {terms} terms that is divided by the number of labels before "
+            f"their shift, {num_labels}. If all sequences have this length, pass "
+            f"loss_scale={loss_scale} to the learner"
+        )
+    is_mean_over_examples = options.loss_mean_over == "examples"
+    if is_mean_over_examples and abs(factor * terms / num_examples - 1) < TOLERANCE:
+        return ", as for a mean over all terms that count. Pass loss_mean_over='terms'"
+    return (
+        ", as for a mean over outputs, or a loss without the factor ½. If this holds for all "
+        f"batches, pass loss_scale={loss_scale} to the learner"
     )
 
 
