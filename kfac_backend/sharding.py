@@ -70,7 +70,10 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     # Importing it takes long, and without an import nothing can be sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
-    return [module for module in model.modules() if isinstance(module, kind)] if kind else []
+    # `fully_shard` derives a class for each class of modules that it changes.
+    if kind is None or not kind.__subclasses__():
+        return []
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def is_sharded(model: nn.Module) -> bool:

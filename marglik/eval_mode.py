@@ -34,5 +34,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     On exit, also after an error, it restores modes, hooks and parameter objects.
     """
     with preserve_state(model):
-        model.eval()
+        if any(module.training for module in model.modules()):
+            model.eval()
         yield

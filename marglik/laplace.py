@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.engine.batches import detached, split_batch
+from kfac_backend.engine.batches import check_read_twice, detached, split_batch
 from kfac_backend.engine.task import Task
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option
@@ -517,23 +517,29 @@ class ParametricLaplace(Posterior):
             if len(log_delta) == 1:
                 sizes = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
                 log_delta = log_delta.repeat(sizes[prior_structure])
-            log_delta = log_delta.to(self._device).requires_grad_()
-            adam = torch.optim.Adam([log_delta], lr=lr)
-            for _ in tqdm(range(n_steps), "Evidence", disable=not progress_bar):
-                adam.zero_grad()
-                (-super().log_marginal_likelihood(log_delta.exp())).backward()
-                adam.step()
-            self.prior_precision = log_delta.detach().exp()
+            self._step_on_evidence(log_delta.to(self._device), n_steps, lr, progress_bar)
         elif method == "gridsearch" and val_loader is not None:
+            check_read_twice(val_loader)
             grid = torch.logspace(
                 log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
             )
-            losses = []
-            for delta in tqdm(grid, "Grid", disable=not progress_bar):
-                self.prior_precision = delta
-                losses.append(self._grid_loss(val_loader, loss, pred_type, link_approx, n_samples))
-            best = torch.tensor(losses, dtype=torch.float64).nan_to_num(math.inf).argmin()
-            self.prior_precision = grid[int(best)]
+            losses = None
+            has_variances = self.likelihood.name == "regression" or link_approx == "probit"
+            if loss is None and pred_type == "glm" and has_variances:
+                losses = self._grid_nlls(grid, val_loader, progress_bar)
+            if losses is None:
+                losses = []
+                for delta in tqdm(grid, "Grid", disable=not progress_bar):
+                    self.prior_precision = delta
+                    options = loss, pred_type, link_approx, n_samples
+                    losses.append(self._grid_loss(val_loader, *options))
+            losses = torch.tensor(losses, dtype=torch.float64).nan_to_num(math.inf)
+            if not losses.isfinite().any():
+                raise ValueError(
+                    "The loss of the validation data is not finite at any prior precision. Check "
+                    "that val_loader has examples, their targets, and the function loss."
+                )
+            self.prior_precision = grid[int(losses.argmin())]
         else:
             raise ValueError(
                 f"method={method!r} is not supported. Choose 'marglik', or 'gridsearch' with a "
@@ -541,6 +547,60 @@ class ParametricLaplace(Posterior):
             )
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
+
+    def _step_on_evidence(
+        self, log_delta: Tensor, n_steps: int, lr: float, progress_bar: bool
+    ) -> None:
+        """Set δ by Adam steps on log δ, which is changed in place."""
+        self.prior_precision = log_delta.exp()  # checks its shape
+        terms, T, sigma = self.evidence_terms, self.temperature, self.sigma_noise.double()
+        # The number of the δ of each block. The evidence's gradient has a closed form.
+        numbers = torch.arange(len(log_delta), dtype=torch.float64, device=self._device)
+        index = self.precision_per_block(numbers).long()
+        adam = torch.optim.Adam([log_delta], lr=lr)
+        for _ in tqdm(range(n_steps), "Evidence", disable=not progress_bar):
+            delta = log_delta.exp()[index]
+            gradient, _ = terms.gradient(delta, sigma, T)
+            if not math.isfinite(gradient.sum().item() + terms.loss):
+                terms.log_marginal_likelihood(delta, sigma, T)  # raises an error with the cause
+            log_delta.grad = torch.zeros_like(log_delta).index_add_(0, index, -gradient)
+            adam.step()
+        self.prior_precision = log_delta.exp()
+
+    def _grid_nlls(
+        self, grid: Tensor, val_loader: Iterable[Any], progress_bar: bool
+    ) -> list[float] | None:
+        """Return the mean NLL (nats) of the linearised network at each δ, with link "probit".
+
+        It computes each batch's Jacobian once for all δ. None means that a Jacobian is too large,
+        see `Posterior.output_variances`.
+        """
+        self._check_predicts()
+        task, count = Task(self.likelihood, self.options), 0
+        total = torch.zeros(len(grid), dtype=torch.float64)
+        for batch in tqdm(val_loader, "Grid", disable=not progress_bar):
+            x, y = self._split(batch, task)
+            outputs = self.output_variances(x, grid)
+            if outputs is None:
+                return None
+            f, variances = outputs
+            if self.likelihood.name == "regression":
+                variances = variances + self.sigma_noise.square()
+                errors = 0.5 * ((f - y).square() / variances + variances.log())
+            else:
+                counted = y != IGNORED
+                p = probit_outputs(f, variances).softmax(-1)[:, counted]  # (D, M, C)
+                errors = -p.log().gather(-1, y[counted][:, None].expand(*p.shape[:-1], 1))
+            total += errors.flatten(1).sum(1).cpu()
+            count += len(y)
+        return (total / count).tolist()
+
+    def _split(self, batch: Any, task: Task) -> tuple[Any, Tensor]:
+        """Return the inputs and targets of a batch, on the model's device."""
+        x, y = split_batch(batch, task.options)
+        x, y = detached(x, self._device), detached(y, self._device)
+        with eval_mode(self.model):
+            return x, task.targets(self.model, x, y)
 
     def _grid_loss(
         self,
@@ -556,10 +616,7 @@ class ParametricLaplace(Posterior):
         if is_metric:
             loss.reset()  # pyright: ignore
         for batch in val_loader:
-            x, y = split_batch(batch, task.options)
-            x, y = detached(x, self._device), detached(y, self._device)
-            with eval_mode(self.model):
-                y = task.targets(self.model, x, y)
+            x, y = self._split(batch, task)
             # For rewards, the labels say which of two inputs is better, so predict classes.
             predicted = self._predict(x, pred_type, False, link_approx, n_samples, loss is None)
             parts = predicted if isinstance(predicted, tuple) else (predicted,)
@@ -579,7 +636,7 @@ class ParametricLaplace(Posterior):
             return float(loss.compute().sum())  # pyright: ignore
         if loss is not None:
             return float(loss(*(torch.cat(part) for part in zip(*outputs, strict=True))))
-        return total / count
+        return total / count if count else math.nan
 
     # Predictions
 
@@ -655,12 +712,12 @@ class ParametricLaplace(Posterior):
         if joint and numbers:
             J, f = self.jacobians(x)
             return f.flatten(), self.functional_covariance(J)
-        f, covariance = self.output_distribution(x)
-        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        variance_only = diagonal_output if numbers else link_approx == "probit"
+        f, covariance = self.output_distribution(x, variance_only=variance_only)
         if numbers:
-            return f, variance if diagonal_output else covariance
+            return f, covariance
         if link_approx == "probit":
-            return probit_outputs(f, variance).softmax(-1)
+            return probit_outputs(f, covariance).softmax(-1)
         return _bridge(f, covariance, normalised=link_approx == "bridge_norm")
 
     def functional_samples(

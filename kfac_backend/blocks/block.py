@@ -490,15 +490,17 @@ class EigenBlock:
         """Return log det of Q diag(spectrum) Qᵀ, in float64."""
         return spectrum.double().log().sum()
 
+    def rotate(self, v: Tensor) -> Tensor:
+        """Return Qᵀ v for vectors v (..., P), in the shape of the spectrum, (..., d_out, d_in)."""
+        V = v.reshape(*v.shape[:-1], *self.spectrum_shape)
+        # Q_Bᵀ V Q_A, with rows multiplied from the right.
+        V = (V.mT @ self.Q_B).mT
+        return V if self.Q_A is None else V @ self.Q_A
+
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
         """Return Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
-        V = v.reshape(*v.shape[:-1], *self.spectrum_shape)  # (..., d_out, d_in)
-        # Transform to the eigenbasis, Q_Bᵀ V Q_A, with rows multiplied from the right. There take
-        # the power entry by entry, and transform back.
-        V = (V.mT @ self.Q_B).mT
-        if self.Q_A is not None:
-            V = V @ self.Q_A
-        V = V * spectrum.pow(exponent)
+        # Take the power entry by entry in the eigenbasis, and transform back.
+        V = self.rotate(v) * spectrum.pow(exponent)
         V = (V.mT @ self.Q_B.mT).mT
         if self.Q_A is not None:
             V = V @ self.Q_A.mT

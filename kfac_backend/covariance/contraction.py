@@ -36,7 +36,7 @@ def covariance_part(
     """
     concatenated, s = gradients.concatenated_uses(), gradients.spectrum
 
-    def paired(left: Float[Tensor, "N C P"], right: Float[Tensor, "N C P"]) -> Tensor:
+    def paired(left: Tensor, right: Tensor) -> Tensor:  # both (N, C, P)
         if variance_only:
             return (left * right).sum(-1)
         left, right = (t.unflatten(0, (-1, q)).flatten(1, 2) for t in (left, right))

@@ -79,6 +79,8 @@ class LastLayerCovariance:
             if module is not self._layer
         )
         self._general: OutputCovariance | None = None
+        self._rule: WeightSharingRule | None = None
+        self._inverse: list[tuple[Tensor | None, Tensor | None, Tensor]] | None = None
 
     def __call__(
         self,
@@ -97,10 +99,12 @@ class LastLayerCovariance:
         with full_float32(), torch.inference_mode(False):
             x = detached(x, next(self._model.parameters()).device)
             check_not_empty(x)
-            with preserve_state(self._model):
+            # FSDP keeps the root's parameters gathered, so restore the whole model.
+            with preserve_state(self._model if is_sharded(self._model) else self._layer):
                 outputs = self._run(x)
             if outputs is not None:
-                return self._of_linear(*outputs, positions, classes, variance_only)
+                with torch.no_grad(), torch.autocast(outputs[0].device.type, enabled=False):
+                    return self._of_linear(*outputs, positions, classes, variance_only)
         if self._is_tied:
             raise NotImplementedError(
                 f"The outputs of {type(self._model).__name__} depend on its last layer "
@@ -115,7 +119,9 @@ class LastLayerCovariance:
         """Return the outputs, the last layer's input and its rule, or None if the formula fails.
 
         The formula holds if the layer computes W a_r + b and the model's outputs equal the layer's,
-        in value and in derivative: random noise that is propagated back must arrive unchanged.
+        in value and in derivative. The derivative is the same if the model returns the layer's
+        tensor, without hooks and in-place operations. Otherwise random noise that is propagated
+        back must arrive unchanged.
         """
         registered_rule = registered(self._layer)
         if registered_rule is None or not issubclass(registered_rule.rule, WeightSharingRule):
@@ -124,17 +130,20 @@ class LastLayerCovariance:
             self._parameters
         ):
             return None
-        rule = registered_rule.rule(self._layer, "expand", self._parameters)
+        rule = self._rule
+        if rule is None or type(rule) is not registered_rule.rule:
+            self._rule = rule = registered_rule.rule(self._layer, "expand", self._parameters)
         if rule.groups > 1 or not rule.same_gradients or rule.takes_integers:
             return None
-        runs: list[tuple[Tensor, Tensor]] = []
+        runs: list[tuple[Tensor, Tensor, Tensor, Any]] = []
 
         def hook(layer: Any, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-            output = output.detach().requires_grad_()
-            runs.append((rule.input_of(args, kwargs), output))
+            z = output.detach().requires_grad_()
+            output = z.clone()  # which activations may change in place
+            runs.append((rule.input_of(args, kwargs), z, output, output.grad_fn))
             if "weight" not in own and not copies:  # computed from other parameters
                 own["weight"] = cast("Tensor", layer.weight).detach()
-            return output.clone()  # which activations may change in place
+            return output
 
         copies = is_sharded(self._model)  # FSDP drops whole weights after the layer
         own: dict[str, Tensor | None] = {}
@@ -148,24 +157,23 @@ class LastLayerCovariance:
         self._layer.register_forward_hook(hook, with_kwargs=True)
         learned: dict[str, Tensor] = {}  # others are constants for `call_with`
         if self._alone:
-            values = detached_parameters(self._model)
-            learned = {name: values[name].requires_grad_() for name in self._parameters.values()}
+            whole = detached_parameters(self._model) if copies else {}
+            present = dict(self._layer.named_parameters(recurse=False))
+            for local, name in self._parameters.items():
+                learned[name] = whole.get(name, present[local]).detach().requires_grad_()
         with torch.enable_grad():
             f = call_with(self._model, learned, x)
-        if len(runs) != 1 or f.dim() < 2 or not f.requires_grad:
-            return None
-        ((a, z),) = runs
-        # Equal values are not enough, because later operations may change only derivatives. Use a
-        # separate generator: checks must not use the user's random numbers.
-        generator = torch.Generator(f.device).manual_seed(0)
-        noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
-        back, *others = torch.autograd.grad(f, [z, *learned.values()], noise, allow_unused=True)
         # If only the layer learns, its parameters may have another use, before or after it.
-        if self._alone and (a.requires_grad or any(other is not None for other in others)):
+        is_used_before = self._alone and any(a.requires_grad for a, *_ in runs)
+        if len(runs) != 1 or f.dim() < 2 or not f.requires_grad or is_used_before:
             return None
-        f, z, a = f.detach(), z.detach(), a.detach()
-        if not (_equal_outputs(z, f, rule.features) and _equal_outputs(back, noise, rule.features)):
+        ((a, z, output, node),) = runs
+        is_same = f is output and f.grad_fn is node and not f._backward_hooks
+        if not (is_same and rule.features == -1 and torch.equal(z, f)) and not _is_unchanged(
+            f, z, [*learned.values()], rule.features
+        ):
             return None
+        f, a = f.detach(), a.detach()
         return (f, a, rule) if _computes(own, rule, a[:1], f[:1]) else None
 
     def _of_linear(
@@ -178,22 +186,31 @@ class LastLayerCovariance:
         variance_only: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return outputs and covariances by the layer's formula, some positions at a time."""
+        C, M, wide = f.shape[-1], f[..., 0].numel(), at_least_float32(f)
+        memory, itemsize = self._memory or default_memory(f.device), wide.element_size()
+        weight = self._parameters.get("weight")
+        d_in = 1 if weight is None else self._precision[weight][0].numel // C
+
+        def most(K: int) -> int:
+            # For each position: K rows of the basis, these weighted, and its input twice.
+            of_one = itemsize * ((0 if variance_only else 3 * K * C) + 2 * (d_in + C))
+            return max(1, memory // of_one)
+
+        if positions is None and classes is None and M <= most(C):  # the usual case
+            inputs = rule.inputs(a)[0].flatten(0, 1).to(wide.dtype)  # (M, d_in)
+            result = wide.new_empty((M, C) if variance_only else (M, C, C))
+            result[:] = self._some(inputs, None, C, rule.transposed, variance_only)
+            return f.clone(), result.view(*f.shape[:-1], *result.shape[1:])
         mask = check_positions(positions, f.shape).to(f.device)
         shape = tuple(mask.shape) if positions is None else (int(mask.sum()),)
-        C = f.shape[-1]
         columns = check_classes(classes, shape, C)
         f = f[mask]  # (M, C)
         if columns is not None:
             columns = columns.to(f.device)
             f = f.gather(1, columns)
-        K, wide = f.shape[1], at_least_float32(f)
+        K = f.shape[1]
         result = wide.new_empty((len(f), K) if variance_only else (len(f), K, K))
-        memory, itemsize = self._memory or default_memory(f.device), wide.element_size()
-        weight = self._parameters.get("weight")
-        d_in = 1 if weight is None else self._precision[weight][0].numel // C
-        # For each position: K rows of the basis, these weighted, and its input twice.
-        of_one = itemsize * ((0 if variance_only else 3 * K * C) + 2 * (d_in + C))
-        size = max(1, memory // of_one)
+        size = most(K)
         by_example = mask.flatten(1) if mask.dim() > 1 else mask[:, None]
         examples = max(1, memory // (itemsize * by_example.shape[1] * (d_in + 1)))
         num_done = 0
@@ -215,28 +232,60 @@ class LastLayerCovariance:
         """Return covariances (m, K, K) or variances (m, K) for the inputs a at m positions."""
         # Weight and bias are independent in the posterior, so their covariances add. For both the
         # covariance is Q diag(w) Qᵀ, with one w for each position, or for all of them (a bias).
-        total = a.new_zeros(())
-        for local, name in self._parameters.items():
-            block, spectrum = self._precision[name]
-            Q: Tensor | None = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
-            w = spectrum.reciprocal().reshape(1, -1)  # (1, k); for a bias it is 1 / s
-            if local == "weight":
-                Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
-                w = rotated(a[None], Q_A)[0].square() @ spectrum[0].reciprocal().mT  # (m, k)
-                Q = None if Q_B is None else Q_B[0]
+        total: Tensor | None = None
+        for Q, Q_A, inverse in self._bases(transposed):
+            w = inverse  # (1, k) of a bias
+            if inverse.dim() == 3:
+                w = rotated(a[None], Q_A)[0].square() @ inverse[0].mT  # (m, k)
             if variance_only:
-                of_all = w if Q is None else w @ Q.square().mT  # (m or 1, C)
-                some = of_all if columns is None else of_all.expand(len(a), C).gather(1, columns)
-                total = total + some
+                part = w if Q is None else w @ Q.square().mT  # (m or 1, C)
+                if columns is not None:
+                    part = part.expand(len(a), C).gather(1, columns)
             elif Q is not None:
                 rows = Q[None] if columns is None else Q[columns]  # (m or 1, K, k)
-                total = total + (rows * w[:, None]) @ rows.mT
+                part = (rows * w[:, None]) @ rows.mT
             elif columns is None:  # Q is the identity: outputs are uncorrelated
-                total = total + w.diag_embed()
+                part = w.diag_embed()
             else:
                 equal = columns[:, :, None] == columns[:, None]
-                total = total + equal * w.expand(len(a), C).gather(1, columns)[:, None]
+                part = equal * w.expand(len(a), C).gather(1, columns)[:, None]
+            total = part if total is None else total + part
+        assert total is not None  # a parameter is uncertain
         return total
+
+    def _bases(self, transposed: bool) -> list[tuple[Tensor | None, Tensor | None, Tensor]]:
+        """Return Q_B, Q_A and the inverse spectrum of each parameter; computed once.
+
+        The inverse is (1, d_out, d_in) of a weight and (1, d_out) of a bias.
+        """
+        if self._inverse is None:
+            found = []
+            for local, name in self._parameters.items():
+                block, spectrum = self._precision[name]
+                if local == "weight":
+                    Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
+                    Q = None if Q_B is None else Q_B[0]
+                    found.append((Q, Q_A, spectrum.reciprocal()))
+                else:
+                    Q = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
+                    found.append((Q, None, spectrum.reciprocal().reshape(1, -1)))
+            self._inverse = found
+        return self._inverse
+
+
+def _is_unchanged(f: Tensor, z: Tensor, parameters: list[Tensor], features: int) -> bool:
+    """Return whether outputs f equal the layer's z in value and derivative, up to axes.
+
+    The parameters must not have another use after the layer.
+    """
+    # Equal values are not enough, because later operations may change only derivatives. Use a
+    # separate generator: checks must not use the user's random numbers.
+    generator = torch.Generator(f.device).manual_seed(0)
+    noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
+    back, *others = torch.autograd.grad(f, [z, *parameters], noise, allow_unused=True)
+    if any(other is not None for other in others):
+        return False
+    return _equal_outputs(z, f, features) and _equal_outputs(back, noise, features)
 
 
 def _computes(
@@ -250,7 +299,10 @@ def _computes(
     inputs = rule.inputs(a)[0]  # (1, R, d_in)
     if inputs.shape[-1] != len(weight) or inputs.shape[1] != _positions(f).shape[1]:
         return False
-    return close(_positions(f), inputs.to(weight.dtype) @ weight + (0.0 if bias is None else bias))
+    rows = inputs[0].to(weight.dtype)
+    # Not F.linear, which a tensor of another class or the user's code may replace.
+    z = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    return close(_positions(f), z[None])
 
 
 def _positions(f: Tensor) -> Tensor:

@@ -87,6 +87,10 @@ class _Part(NamedTuple):
     """Indices of these pairs in the result."""
 
 
+class _OtherOutputsError(NotImplementedError):
+    """The outputs for inputs of one shape have another shape than before."""
+
+
 class OutputCovariance:
     """Function from inputs to outputs f (N, C) and their covariances J Σ Jᵀ (N, C, C).
 
@@ -154,25 +158,46 @@ class OutputCovariance:
             check_not_empty(x)
             self._prove(x)
             key = example_shapes(x), None if classes is None else classes.shape[-1]
-            if key not in self._sizes:
-                self._sizes[key] = self._measure(x, key[1])
-            sizes = self._sizes[key]
-            mask = self._mask(x, sizes, positions)
-            M = int(mask.sum())
-            shape = tuple(mask.shape) if positions is None else (M,)
-            columns = check_classes(classes, shape, sizes.output[-1])
-            columns = None if columns is None else columns.to(self._device)
-            result = None
-            for part in self._parts(x, sizes, mask):
-                of_part = columns[part.numbers] if columns is not None else None
-                covariance = self._part(
-                    part, of_part, sizes.channels_last, variance_only=variance_only
-                )
-                if part.pairs is not None:
-                    covariance = tuple(t[part.pairs] for t in covariance)
-                if result is None:
-                    result = tuple(t.new_empty(M, *t.shape[1:]) for t in covariance)
-                result[0][part.numbers], result[1][part.numbers] = covariance
+            former = self._sizes.get(key)
+            if former and positions is not None and positions.shape[1:] != former.output[:-1]:
+                del self._sizes[key]
+            try:
+                return self._of_batch(x, key, positions, classes, variance_only)
+            except _OtherOutputsError:
+                # Inputs of the same shape had other outputs, for example with another mask.
+                del self._sizes[key]
+                return self._of_batch(x, key, positions, classes, variance_only)
+
+    def _of_batch(
+        self,
+        x: Any,
+        key: Any,
+        positions: Tensor | None,
+        classes: Tensor | None,
+        variance_only: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result of a call for a batch, part by part; ``key`` is the inputs' shape.
+
+        Raises:
+            _OtherOutputsError: the outputs have another shape than earlier ones for this key.
+        """
+        if key not in self._sizes:
+            self._sizes[key] = self._measure(x, key[1])
+        sizes = self._sizes[key]
+        mask = self._mask(x, sizes, positions)
+        M = int(mask.sum())
+        shape = tuple(mask.shape) if positions is None else (M,)
+        columns = check_classes(classes, shape, sizes.output[-1])
+        columns = None if columns is None else columns.to(self._device)
+        result = None
+        for part in self._parts(x, sizes, mask):
+            of_part = columns[part.numbers] if columns is not None else None
+            covariance = self._part(part, of_part, sizes, variance_only=variance_only)
+            if part.pairs is not None:
+                covariance = tuple(t[part.pairs] for t in covariance)
+            if result is None:
+                result = tuple(t.new_empty(M, *t.shape[1:]) for t in covariance)
+            result[0][part.numbers], result[1][part.numbers] = covariance
         assert result is not None  # a position is chosen
         outputs, covariances = result
         return outputs.unflatten(0, shape), covariances.unflatten(0, shape)
@@ -290,7 +315,7 @@ class OutputCovariance:
         self,
         part: _Part,
         classes: Tensor | None,
-        channels_last: bool = False,
+        sizes: _Sizes | None = None,
         *,
         q: int | None = None,
         variance_only: bool = False,
@@ -304,9 +329,15 @@ class OutputCovariance:
         # Step 1: the forward pass, and one vector for each requested output. The vector is one at
         # that output of all pairs at once: examples do not mix, so each pair gets its own
         # gradients.
-        with self._capture(sink, channels_last) as capture:
+        with self._capture(sink, sizes is not None and sizes.channels_last) as capture:
             f = capture.forward(part.x)
             self._check_output(f, part.x)
+            if sizes is not None and f.shape[1:] != sizes.output:
+                raise _OtherOutputsError(
+                    f"The outputs have shape {tuple(f.shape[1:])} for an example, but had shape "
+                    f"{tuple(sizes.output)} for others of the same shape. Covariances need outputs "
+                    "whose shape depends on the shape of the inputs alone."
+                )
             if q is not None and f.dim() != 2:
                 raise NotImplementedError(
                     f"The model returned shape {tuple(f.shape)} for {len(f)} inputs. Joint "

@@ -6,12 +6,13 @@ supports (`try_batch`). After an error or an interrupt the model is in its earli
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -22,6 +23,12 @@ from kfac_backend.layers import LayerByParts
 from kfac_backend.sharding import is_part, reshard, substituted, whole_parameters
 
 T = TypeVar("T")
+HOOKS = [
+    name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))
+]
+"""Attributes of a module that hold its forward hooks and their options."""
+MOST_ENTRIES = 2**20
+"""Maximum number of entries of an activation that `call_with_each` computes at once, estimated."""
 
 
 def state_restorer(*modules: nn.Module) -> Callable[[], None]:
@@ -31,25 +38,30 @@ def state_restorer(*modules: nn.Module) -> Callable[[], None]:
     """
     for root in modules:
         reshard(root)  # a parameter that FSDP has gathered is a temporary object
-    kinds = ("_forward_hooks", "_forward_pre_hooks")  # prefixes of hooks and their options
-    before: list[tuple[dict, dict]] = []  # pairs of a dictionary and its present entries
-    for attributes in (vars(m) for root in modules for m in root.modules()):
-        own = {key: attributes[key] for key in ("training", "forward") if key in attributes}
-        before.append((attributes, own))
-        hooks = [value for key, value in attributes.items() if key.startswith(kinds)]
-        # Except for modules of TorchScript: theirs are no dictionaries and cannot change.
-        entries = [d for d in (attributes.get("_parameters"), *hooks) if isinstance(d, dict)]
-        before += [(d, d.copy()) for d in entries]
+    modes: list[tuple[dict[str, Any], Any, Any]] = []  # attributes, and the former mode and forward
+    before: list[tuple[dict, dict]] = []  # dictionaries and their former entries
+    every = dict.fromkeys(module for root in modules for module in root.modules())
+    for attributes in map(vars, every):
+        modes.append((attributes, attributes.get("training"), attributes.get("forward")))
+        for name in ("_parameters", *HOOKS):
+            entries = attributes.get(name)
+            # Except for modules of TorchScript: theirs are no dictionaries and cannot change.
+            if isinstance(entries, dict):
+                before.append((entries, entries.copy() if entries else {}))
 
     def restore() -> None:
         for root in modules:
             reshard(root)
+        for attributes, *former in modes:
+            for name, value in zip(("training", "forward"), former, strict=True):
+                if value is not None:
+                    attributes[name] = value
+                else:
+                    attributes.pop(name, None)
         for present, former in before:
-            if "_parameters" in present:  # the module's own attributes
-                present.pop("forward", None)
-            else:
+            if present or former:
                 present.clear()
-            present.update(former)
+                present.update(former)
 
     return restore
 
@@ -62,6 +74,24 @@ def preserve_state(*modules: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@contextmanager
+def preserve_attributes(model: nn.Module) -> Iterator[None]:
+    """Context that restores the attributes of all modules on exit, such as a stored activation.
+
+    A tensor that a model stores within `torch.func`'s transforms cannot be read outside of them.
+    """
+    before = [(vars(module), vars(module).copy()) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for present, former in before:
+            for name in [*present]:
+                if name not in former:
+                    del present[name]
+                elif present[name] is not former[name]:
+                    present[name] = former[name]
 
 
 def try_twice(trial: Callable[[], T]) -> T | Exception:
@@ -112,39 +142,69 @@ def call_with(
     elif labels is not None:
         kwargs["labels"] = labels.clone()
     values: dict[int, Tensor] = {}  # maps a parameter's id to its replacement
-    state: dict[str, Tensor] = {}
+    places: list[tuple[str, dict[str, Any], str, Tensor, Tensor]] = []  # each with its replacement
     whole = whole_parameters(model)  # empty unless the model is sharded
     # Replace all parameters, under each of their names, so that nothing is written into the model.
-    # functional_call's own tie_weights visits a module with two names twice and leaves it without
-    # its parameters (pytorch issue 164759).
     for prefix, module in model.named_modules():
-        for name, p in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            p = whole.get(name, p)
-            state[name] = values.setdefault(id(p), parameters.get(name, p.detach()))
+        start, tensors = f"{prefix}." if prefix else "", module._parameters
+        for local, p in tensors.items():
+            if p is not None:
+                p = whole.get(start + local, p)
+                if id(p) not in values:
+                    values[id(p)] = parameters.get(start + local, p.detach())
+                places.append((start + local, tensors, local, p, values[id(p)]))
         # Copy buffers that may change, such as running statistics.
-        if module.training:
-            buffers = module.named_buffers(prefix, recurse=False)
-            state |= {name: buffer.clone() for name, buffer in buffers}
-    # PyTorch's fused inference path would run a transformer's layers without hooks.
-    mha = torch.backends.mha
-    is_fused = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
+        for local, b in module._buffers.items() if module.training else ():
+            if b is not None:
+                places.append((start + local, module._buffers, local, b, b.clone()))
+    state = {name: value for name, *_, value in places}
+    is_plain = all(isinstance(tensors, dict) for _, tensors, *_ in places)  # not TorchScript's
     try:
         with uncompiled(), substituted(model, state) if whole else nullcontext():
             if whole:
                 output = model(*args, **kwargs)
-            else:
-                output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+            elif is_plain and not isinstance(model, nn.DataParallel):
+                try:
+                    for _, tensors, local, _, value in places:
+                        tensors[local] = value
+                    output = model(*args, **kwargs)
+                finally:
+                    for _, tensors, local, former, _ in places:
+                        tensors[local] = former
+            else:  # slower; its own tie_weights drops parameters (pytorch issue 164759)
+                call = torch.func.functional_call
+                output = call(model, state, args, kwargs, tie_weights=False)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if not isinstance(error, UnexpectedRun):
             explain(model, (*args, kwargs), error)
         raise
-    finally:
-        mha.set_fastpath_enabled(is_fused)
     if labels is None and (not isinstance(output, Tensor) or output.is_complex()):
         output = logits_of(output)
         check_output(output)
     return output
+
+
+def call_with_each(
+    model: nn.Module, parameters: Mapping[str, Float[Tensor, "S *shape"]], x: Any
+) -> Float[Tensor, "S N *rest"]:
+    """Return the model's outputs at x for each of S values of some parameters, as `call_with`.
+
+    Small inputs run for many values at once, if torch can vectorise the model.
+    """
+    (S,) = {len(values) for values in parameters.values()}
+    tensors = [t for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+    # The activations of one value: each token, and each example, becomes a vector of this width.
+    width = max((size for p in model.parameters() for size in p.shape), default=1)
+    entries = sum(t.numel() * (1 if t.is_floating_point() else width) for t in tensors)
+    entries = max(1, entries, *(width * t.shape[:1].numel() for t in tensors))
+    at_once = min(S, MOST_ENTRIES // entries) if tensors else 1
+    if at_once > 1:
+        # It fails, for example, if the model draws random numbers or branches by a value.
+        with suppress(Exception), plain_attention(), preserve_attributes(model):
+            run = partial(call_with, model, x=x)
+            return torch.vmap(run, chunk_size=at_once)(dict(parameters)).contiguous()
+    samples = ({name: values[s] for name, values in parameters.items()} for s in range(S))
+    return torch.stack([call_with(model, sample, x) for sample in samples])
 
 
 def check_output(output: object) -> None:
@@ -275,15 +335,23 @@ def explicit_forwards(assignment: RuleAssignment) -> ExitStack:
         return replaced.pop_all()
 
 
-def uncompiled() -> AbstractContextManager[None]:
-    """Return a context in which compiled code runs as Python, so that hooks run.
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Context in which models run as Python, so that hooks run.
 
-    Otherwise torch would recompile the code for each pass's hooks, up to a limit, and then warn.
+    Otherwise torch would recompile compiled code for each pass's hooks, up to a limit, and then
+    warn. PyTorch's fused inference path would run a transformer's layers without hooks.
     """
-    # Nothing is compiled unless this module is loaded, and loading it takes seconds.
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    mha = torch.backends.mha
+    is_fused = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        # Nothing is compiled unless this module is loaded, and loading it takes seconds.
+        is_loaded = "torch._dynamo" in sys.modules
+        with torch.compiler.set_stance("force_eager") if is_loaded else nullcontext():
+            yield
+    finally:
+        mha.set_fastpath_enabled(is_fused)
 
 
 def plain_attention() -> AbstractContextManager[object]:
@@ -325,6 +393,8 @@ def close(expected: Tensor, actual: Tensor, tolerance: float = 0.0) -> bool:
         return False
     if expected.is_sparse or actual.is_sparse:
         expected, actual = expected.to_dense(), actual.to_dense()
+    if expected.dtype == actual.dtype and torch.equal(expected, actual):
+        return True
     if not torch.isfinite(expected).all():
         return True  # reported with the model's output
     # Compare norms, not entries: a small entry of a gradient may be the difference of large terms,

@@ -3,6 +3,7 @@
 This module also checks inputs, outputs and targets. `engine.batches` splits batches.
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -408,7 +409,7 @@ def check_finite(model: nn.Module, f: Tensor, x: Any) -> None:
     """Raise a ValueError that names the tensor with NaN or infinity, if the outputs f have any."""
     # Test the sum first, which takes a fifth of the time of testing each entry. The sum of finite
     # entries may still overflow, so then test each entry.
-    if torch.isfinite(f.sum()) or torch.isfinite(f).all():
+    if math.isfinite(f.sum().item()) or torch.isfinite(f).all():
         return
     check_inputs(x)
     raise not_finite(model)

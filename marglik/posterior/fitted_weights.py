@@ -62,7 +62,7 @@ class FittedWeights:
                     f"fitted in {fitted.dtype}. Convert both with posterior.to(dtype={now.dtype}), "
                     "or fit again."
                 )
-            if now is None or fitted is None or not torch.equal(now.detach().to(fitted), fitted):
+            if now is None or fitted is None or not torch.equal(now.to(fitted), fitted):
                 raise ValueError(
                     f"{type(model).__name__} no longer has the weights at which the posterior was "
                     f"fitted: '{name}' has other values, or was frozen or unfrozen. Fit again, or "

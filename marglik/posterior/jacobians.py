@@ -18,7 +18,7 @@ from kfac_backend.covariance.output_covariance import (
     check_positions,
 )
 from kfac_backend.engine.batches import detached, to_device
-from kfac_backend.engine.model_calls import call_with, plain_attention
+from kfac_backend.engine.model_calls import call_with, plain_attention, preserve_attributes
 from kfac_backend.engine.task import check_finite
 from kfac_backend.precision import at_least_float32
 from marglik.posterior.precision import Precision
@@ -66,7 +66,8 @@ def jacobians(
                 f = call_with(model, {}, x)
         return f, f
 
-    with plain_attention(), _AffineNorms() if differentiable else nullcontext():
+    affine = _AffineNorms() if differentiable else nullcontext()
+    with plain_attention(), preserve_attributes(model), affine:
         try:
             J, f = jacrev(outputs, has_aux=True)(parameter_vector(trainable.values()))
         except RuntimeError as error:

@@ -8,7 +8,7 @@ prediction first needs them. `marglik.laplace` offers this posterior with the in
 laplace-torch.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import reduce
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -26,16 +26,16 @@ from kfac_backend.blocks.block import (
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
-from kfac_backend.covariance.output_covariance import OutputCovariance
+from kfac_backend.covariance.output_covariance import OutputCovariance, check_not_empty
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import corrected_factors
-from kfac_backend.engine.batches import check_read_twice, to_device
-from kfac_backend.engine.model_calls import call_with
+from kfac_backend.engine.batches import check_read_twice, num_examples, to_device
+from kfac_backend.engine.model_calls import call_with, call_with_each
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import check_finite
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
-from kfac_backend.precision import at_least_float32
+from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 from kfac_backend.sharding import check_whole, is_sharded, local_part, squared_norms
 from marglik.eval_mode import eval_mode
@@ -43,10 +43,14 @@ from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.fingerprints import FingerprintedBatches, concatenated
 from marglik.posterior.fitted_weights import FittedWeights, trainable_parameters
 from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, jacobian_ggn
-from marglik.posterior.jacobians import JacobianCovariance, parameter_vector
+from marglik.posterior.jacobians import JacobianCovariance, jacobians, parameter_vector
 from marglik.posterior.precision import KroneckerPrecision, Precision
 
 T = TypeVar("T")
+MOST_JACOBIAN_WORK = 2**24
+"""Maximum N² C P of a batch's Jacobian for Kronecker factors, see `Posterior.output_variances`.
+
+P includes the entries of an input, because memory of the backward passes grows with them."""
 NOT_FITTED = "The Laplace approximation is not fitted. Call fit() first."
 Layers = Literal["all", "last"]
 """Layers whose uncertainty is included. "last" treats all other layers as constants."""
@@ -753,6 +757,75 @@ class Posterior:
         among = torch.isin(self._ggn_indices(), curvature.indices)
         return curvature.precision(delta[among], scale, at_least_float32(self.mean))
 
+    @torch.no_grad()
+    def output_variances(
+        self, x: Any, prior_precisions: Float[Tensor, "D"]
+    ) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "D N *R C"]] | None:
+        """Return outputs f and their variances at each of D values of a single δ, or None.
+
+        It computes the Jacobian once and rotates it into the eigenbasis of H. All values of δ then
+        take one product. So a grid of a hundred values costs little more than one of them. The
+        posterior's own δ stays.
+
+        The result is None if the Jacobian is large or torch cannot compute it, for a structure of
+        low rank, and for Kronecker factors of a network in half precision. Then call
+        `output_distribution` at one δ after the other.
+
+        Args:
+            x: inputs, see `output_distribution`.
+            prior_precisions: values of δ > 0, each for all parameters.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
+            ValueError: a δ is not positive, there is no example, or the network has other weights.
+        """
+        check_positive("prior_precisions", prior_precisions)
+        check_not_empty(x)
+        self.check_weights()
+        curvature = self.fitted_curvature()
+        names = [*trainable_parameters(self.model)]
+        has_all = not isinstance(curvature, KroneckerFactors) or [*curvature.blocks] == names
+        if self.structure == "lowrank" or is_sharded(self.model) or not has_all:
+            return None
+        with eval_mode(self.model), torch.inference_mode(False):
+            if self.structure == "kron" and not self._has_small_jacobian(x):
+                return None
+            try:
+                f, J = jacobians(self.model, self._ggn_indices(), x)
+            except Exception:  # for example an operation that torch cannot vectorise
+                return None
+        J = at_least_float32(J).flatten(0, -2)  # (M, P)
+        with torch.autocast(J.device.type, enabled=False), full_float32():
+            if isinstance(curvature, KroneckerFactors):
+                scale = 1 / (self.sigma_noise.square() * self.temperature)
+                self._decompose([b for n, b in curvature.blocks.items() if n not in self._eigen])
+                eigen = [self._eigen[name].scale(scale) for name in curvature.blocks]
+                parts = J.split([block.numel for block in eigen], -1)
+                rows = [e.rotate(v.to(e.Q_B)).flatten(1) for e, v in zip(eigen, parts, strict=True)]
+                J, values = torch.cat(rows, 1), torch.cat([e.spectrum().flatten() for e in eigen])
+            else:
+                scale = 1 / (self.sigma_noise.double().square() * self.temperature)
+                values, J = curvature.H * scale, J.double()
+                if self.structure == "full":
+                    values, Q = torch.linalg.eigh(values)
+                    values, J = values.clamp(min=0), J @ Q  # negative by rounding
+            inverse = (values + prior_precisions.to(values)[:, None]).reciprocal()  # (D, P)
+            variances = inverse @ J.square().mT
+        return f, variances.to(at_least_float32(f)).view(-1, *f.shape)
+
+    def _has_small_jacobian(self, x: Any) -> bool:
+        """Return whether the Jacobian at x takes less time than covariances at many δ."""
+        parameters = trainable_parameters(self.model).values()
+        N = num_examples(x)
+        if N is None or any(p.element_size() < 4 for p in parameters):
+            return False
+        inputs = x.values() if isinstance(x, Mapping) else [x]
+        entries = sum(t.numel() for t in inputs if isinstance(t, Tensor))
+        P = sum(p.numel() for p in parameters)
+        # A backward pass over the batch for each output of each example, all at once.
+        rows = call_with(self.model, {}, to_device(x, self._device)).numel()
+        return rows * (N * P + entries) <= MOST_JACOBIAN_WORK
+
     def precision_blocks(
         self, names: Collection[str] | None = None, *, any_weights: bool = False
     ) -> dict[str, tuple[EigenBlock, Tensor]]:
@@ -857,14 +930,10 @@ class Posterior:
         """
         check_whole(self.model, "The network at other parameters")
         x = to_device(x, self._device)
-
-        def outputs(sample: Tensor) -> Tensor:
-            named = zip(self.named(sample).items(), self.params, strict=True)
-            values = {name: value.to(p.dtype) for (name, value), p in named}
-            return at_least_float32(call_with(self.model, values, x))
-
+        named = zip(self.named(samples).items(), self.params, strict=True)
+        values = {name: value.to(p.dtype) for (name, value), p in named}  # (S, *shape)
         with eval_mode(self.model):
-            return torch.stack([outputs(sample) for sample in samples])
+            return at_least_float32(call_with_each(self.model, values, x))
 
     def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
         """Return parameter vectors as tensors in the shapes of the parameters, by name."""

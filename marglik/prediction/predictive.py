@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
-from kfac_backend.engine.batches import each_batch, examples, num_examples, split_batch, to_device
+from kfac_backend.engine.batches import (
+    each_batch,
+    example_shapes,
+    examples,
+    num_examples,
+    split_batch,
+    to_device,
+)
 from kfac_backend.engine.model_calls import call_with
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task, check_finite
@@ -351,10 +358,10 @@ def laplace_predictive(
             sigma_noise = used.sigma_noise or sigma
             return predict_from_outputs(outputs, likelihood, sigma_noise, label_noise=label_noise)
 
-        predict: Predictive = of_networks
+        predict: Predictive = eval_mode(model)(of_networks)
     else:
         predict = _from_covariances(laplace, config, generator, used, label_noise)
-    predict = eval_mode(model)(torch.no_grad()(predict))
+    predict = torch.no_grad()(predict)
     assert config.layers != "auto"
     module = module_maker(laplace, config.method, config.layers, used, label_noise)
     return ModelPredictive(
@@ -393,21 +400,25 @@ def _from_covariances(
     # Each output of regression and Bernoulli has its own target, so variances are enough.
     variance_only = likelihood.kind != "classes"
 
-    def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
-        f, covariance = laplace.output_distribution(
-            x, layers, positions=positions, variance_only=variance_only
-        )
-        f, covariance = f.flatten(0, -2), covariance.flatten(0, -2 if variance_only else -3)
+    def of_outputs(f: Tensor, covariance: Tensor) -> Prediction:
         return predict_from_gaussian(
             f, covariance, likelihood, link, noise, laplace.sigma_noise, calibration, label_noise
         )
 
-    def predict(x: Any) -> Prediction:
+    def of_some(x: Any, positions: Tensor | None = None) -> Prediction:
+        f, covariance = laplace.output_distribution(
+            x, layers, positions=positions, variance_only=variance_only
+        )
+        return of_outputs(f.flatten(0, -2), covariance.flatten(0, -2 if variance_only else -3))
+
+    @eval_mode(laplace.model)
+    def by_positions(x: Any) -> Prediction:
         N = num_examples(x)
         one = x if N is None else examples(x, slice(1))
         *axes, C = outputs_of(laplace.model, one).shape[1:]
         config.check_cost(math.prod(axes), C, likelihood)
         if not axes:
+            without_positions.add(example_shapes(x))
             return of_some(x)
         # Do not hold the covariances and samples of all positions in memory at once.
         columns = 1 if variance_only else C
@@ -415,6 +426,17 @@ def _from_covariances(
         most = max(1, default_memory(mean.device) // (of_position * mean.element_size()))
         parts = Prediction.cat([of_some(*part) for part in _some_positions(x, N, axes, most)])
         return Prediction(*(part.unflatten(0, (-1, *axes)) for part in parts.tensors()))
+
+    without_positions: set[Any] = set()  # shapes of inputs whose outputs were (N, C)
+
+    def predict(x: Any) -> Prediction:
+        # Do not run the model only to count the positions. The ranks of a sharded model must run it
+        # equally often.
+        if example_shapes(x) in without_positions and not is_sharded(laplace.model):
+            f, covariance = laplace.output_distribution(x, layers, variance_only=variance_only)
+            if f.dim() == 2:
+                return of_outputs(f, covariance)
+        return by_positions(x)
 
     return predict
 

@@ -17,7 +17,7 @@ from experiments.exactness.networks import Config as Exactness
 from experiments.labels import label_noise, suspicious_labels
 from experiments.optimizers import optimizer_comparison, steps_to_target
 from experiments.optimizers.training import Candidate, Method, Problem, Schedule, Training
-from experiments.predictions import active_learning, out_of_distribution
+from experiments.predictions import active_learning, latency, out_of_distribution
 from experiments.speed import (
     bench_curvature,
     bench_predictive,
@@ -75,6 +75,7 @@ TABLES = {
     "large_classes": ("speed.large_classes",),
     "held_out_labels": ("weight_decay.held_out_labels",),
     "late_fit": ("weight_decay.late_fit",),
+    "latency": ("predictions.latency",),
     "learned_ranges": ("augmentation.learned_ranges",),
     "optimizer_comparison": ("optimizers.optimizer_comparison",),
     "out_of_distribution": ("predictions.out_of_distribution",),
@@ -285,6 +286,15 @@ def small_bench_curvature(patch):
 
 def small_fits(patch):
     return [record_of(fits.run, fits.Config("mlp", 4, 2, 1)) | {"name": "mlp"}], fits.table
+
+
+def small_latency(patch):
+    names = ("one_input_mlp", "tiny_mlp")
+    found = [
+        record_of(latency.run, latency.Config(name, 1, 4, 1)) | {"name": name} for name in names
+    ]
+    assert all(seconds > 0 for run in found for of in run["seconds"].values() for seconds in of)
+    return found, latency.table
 
 
 def small_bench_predictive(patch):

@@ -1,0 +1,620 @@
+"""Shortcuts of predictions give the numbers of the general methods, or are not taken.
+
+The oracle of the last layer is `OutputCovariance`, which needs no proof that the model's outputs
+are the layer's.
+"""
+
+import threading
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kfac_backend.engine.model_calls
+import marglik.posterior.posterior
+from kfac_backend.covariance.last_layer import LastLayerCovariance
+from kfac_backend.engine.model_calls import call_with, call_with_each
+from marglik import KronLaplace, Laplace, Posterior, PredictiveConfig, laplace_predictive
+from tests.marglik.posteriors import data, network
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+X = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Head(nn.Module):
+    """A network (3,) -> (3,), whose code after the first layer is a function of h and the model."""
+
+    def __init__(self, code):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm = nn.Linear(3, 6), nn.BatchNorm1d(6)
+        self.last, self.code = nn.Linear(6, 3), code
+        self.double()
+
+    def forward(self, x):
+        return self.code(self.norm(self.inner(x)).tanh(), self)
+
+
+class Doubled(TorchDispatchMode):
+    """Products of matrices return twice their value."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        return 2 * result if "addmm" in str(operation) else result
+
+
+class Subclass(torch.Tensor):
+    """A tensor of which linear layers return twice the output."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return 2 * result if function is functional.linear else result
+
+
+def after(change):
+    """Code that changes the output of the last layer."""
+
+    def code(h, model):
+        f = model.last(h)
+        changed = change(f)
+        return f if changed is None else changed
+
+    return code
+
+
+def within(context, change=lambda h: h):
+    """Code that runs the last layer within a context, after a change of its input."""
+
+    def code(h, model):
+        h = change(h)
+        with context():
+            return model.last(h)
+
+    return code
+
+
+def input_through_data(h, model):
+    f = model.last(h)
+    h.data.mul_(2)
+    return f
+
+
+def energy(h, model):
+    with torch.enable_grad():
+        h = h.detach().requires_grad_()
+        (g,) = torch.autograd.grad(h.square().sum(), h)
+    return model.last(g)
+
+
+def inference_before(h, model):
+    with torch.inference_mode():
+        h = h * 2
+    return model.last(h)
+
+
+def double_gradient(f):
+    if f.requires_grad:
+        f.register_hook(lambda g: 2 * g)
+
+
+def change_without_graph(f):
+    with torch.no_grad():
+        f.mul_(2)
+
+
+plain = after(lambda f: None)
+CODE = {
+    "plain": plain,
+    "logits": after(lambda f: {"logits": f}),
+    "energy": energy,
+    "view": after(lambda f: f.view(-1, 3)),
+    "in place": after(lambda f: f.mul_(2)),
+    "in place without graph": after(change_without_graph),
+    "through .data": after(lambda f: f.data.mul_(2)[:0].sum() + f),
+    "input through .data": input_through_data,
+    "open gate": after(lambda f: (f + 1e3).relu() - 1e3),
+    "open gate in place": after(lambda f: f.add_(1e3).relu_().sub_(1e3)),
+    "value alone": after(lambda f: 2 * f - f.detach()),
+    "gradient hook": after(double_gradient),
+    "without gradients": within(torch.no_grad),
+    "detached": after(lambda f: f.detach_()),
+    "dispatch mode": within(Doubled),
+    "second use": lambda h, m: m.last(h) + functional.linear(h, m.last.weight),
+    "earlier use": lambda h, m: m.last(h + (h @ m.last.weight.mT).sum(-1, True)),
+    "twice": lambda h, m: m.last(m.last(h).repeat(1, 2)),
+    "subclass": lambda h, m: m.last(h.as_subclass(Subclass)).as_subclass(torch.Tensor),
+    "backbone in inference mode": inference_before,
+}
+GENERAL = {
+    # Code with the same outputs and derivatives, for the general method.
+    "subclass": after(lambda f: 2 * f),
+    "backbone in inference mode": lambda h, m: m.last(2 * h),
+    "earlier use": lambda h, m: m.last(h + (h @ m.last.weight.detach().mT).sum(-1, True)),
+}
+
+
+def head_posterior(code=plain, learned=(), **options):
+    """A posterior of a network fitted with plain code, which then has other code."""
+    model = Head(plain)
+    model(X)  # statistics
+    if learned:
+        model.requires_grad_(False)
+        for name in learned:
+            getattr(model.last, name).requires_grad_(True)
+    options = {"prior_precision": 0.7, "kfac_approx": "expand"} | options
+    la = Posterior(model.eval(), "classification", **options)
+    la.fit([(X, torch.arange(8) % 3)])
+    model.code = code
+    return la
+
+
+def result_of(function):
+    try:
+        return function()
+    except Exception as error:
+        return type(error)
+
+
+def generally(monkeypatch, function):
+    """The result by gradients of all outputs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(LastLayerCovariance, "_run", lambda *_: None)
+        return result_of(function)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", CODE)
+def test_the_last_layer_alone_gives_the_general_numbers(name, alone, monkeypatch):
+    learned = ("weight", "bias") if alone else ()
+    # If the layer alone learns, its earlier use counts.
+    code = CODE[name] if alone and name == "earlier use" else GENERAL.get(name, CODE[name])
+    la, other = head_posterior(CODE[name], learned), head_posterior(code, learned)
+    for n, only in product((1, 5), (False, True)):
+        arguments = {"x": X[:n], "layers": "last", "variance_only": only}
+        found = result_of(partial(la.output_distribution, **arguments))
+        expected = generally(monkeypatch, partial(other.output_distribution, **arguments))
+        if isinstance(found, type):  # an error instead of a wrong number
+            assert name in GENERAL or found == expected
+        else:
+            assert_close(found, expected, rtol=1e-9, atol=1e-12)
+            assert not found[0].requires_grad and not found[1].requires_grad
+
+
+@pytest.mark.parametrize(("name", "number"), [("plain", 0), ("logits", 0), ("view", 1)])
+def test_noise_is_propagated_back_only_through_later_operations(name, number, monkeypatch):
+    la, calls, original = head_posterior(CODE[name]), [], torch.autograd.grad
+    la.output_distribution(X, "last")
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *a, **k: calls.append(a) or original(*a, **k)
+    )
+    la.output_distribution(X, "last")
+    assert len(calls) == number
+
+
+HOOKS = {
+    "on the layer": lambda model, hook: model.last.register_forward_hook(hook),
+    "on the network": lambda model, hook: model.register_forward_hook(hook),
+    "global": lambda model, hook: nn.modules.module.register_module_forward_hook(
+        lambda module, args, f: hook(module, args, f) if module is model.last else None
+    ),
+}
+
+
+def data_in_place(layer, args, f):
+    f.data.mul_(2)
+
+
+@pytest.mark.parametrize("change", [lambda layer, args, f: 2 * f, data_in_place])
+@pytest.mark.parametrize("place", HOOKS)
+def test_hooks_after_a_prediction_are_noticed(place, change, monkeypatch):
+    la, other = head_posterior(), head_posterior()
+    before = la.output_distribution(X, "last")
+    for posterior, run in ((la, result_of), (other, partial(generally, monkeypatch))):
+        handle = HOOKS[place](posterior.model, change)
+        try:
+            result = run(lambda p=posterior: p.output_distribution(X, "last"))
+        finally:
+            handle.remove()
+        if posterior is la:
+            found = result
+    assert_close(found, result)
+    assert (found[0] - before[0]).norm() > 0.1 * before[0].norm()
+    assert_close(la.output_distribution(X, "last"), before)
+
+
+@pytest.mark.parametrize(("n", "only"), [(1, True), (1, False), (5, True), (5, False)])
+@pytest.mark.parametrize("diagonal_above", [2, 100])
+@pytest.mark.parametrize("learned", [["bias"], ["weight"], ["weight", "bias"]])
+def test_results_are_the_callers_own(learned, diagonal_above, only, n, monkeypatch):
+    """Writing into results, or into the model's stored output, does not change later ones."""
+    la = head_posterior(learned=learned, diagonal_above=diagonal_above)
+    call = partial(la.output_distribution, X[:n], "last", variance_only=only)
+    expected = generally(monkeypatch, call)
+    stored = []
+    la.model.code = after(lambda f: stored.append(f))
+    for _ in range(2):
+        found = call()
+        stored[-1].data.zero_()
+        assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        for tensor in found:
+            assert tensor.is_contiguous()
+            tensor.mul_(5)
+
+
+CONTEXTS = {
+    "plain": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "bernoulli"])
+def test_predictions_equal_the_general_ones(likelihood, context, monkeypatch):
+    """In all modes and contexts, for all sizes of batches, at the first call and later."""
+    dtype = torch.float32 if context == "autocast" else torch.float64
+    la, other = (Posterior(network(dtype), likelihood, prior_precision=0.7) for _ in range(2))
+    x, y = data(likelihood, dtype)
+    for posterior in (la, other):
+        posterior.fit([(x, y)])
+    config = PredictiveConfig(layers="last")
+    predict = laplace_predictive(la, config)
+    for training, n in product((False, True), (5, 1)):
+        la.model.train(training)
+        with CONTEXTS[context]():
+            found, again = predict(x[:n]), predict(x[:n])
+            # Made within the context as well: what is cached must not depend on it.
+            expected = generally(monkeypatch, lambda n=n: laplace_predictive(other, config)(x[:n]))
+        # Under autocast the general gradients have eight bits.
+        rtol, atol = (2e-2, 2e-2) if context == "autocast" else (1e-6, 1e-9)
+        assert_close(found.tensors(), expected.tensors(), rtol=rtol, atol=atol)
+        assert_close(again.tensors(), found.tensors())
+        assert all(module.training == training for module in la.model.modules())
+    results = []
+    thread = threading.Thread(target=lambda: results.append(predict(x)))
+    thread.start()
+    thread.join()
+    fresh = Posterior(network(dtype), likelihood, prior_precision=0.7)
+    fresh.restore(la.factors)  # was never in the context
+    for prediction in (predict(x), *results):
+        assert_close(prediction.tensors(), laplace_predictive(fresh, config)(x).tensors())
+
+
+CHANGED_WEIGHTS = {
+    "data": lambda p, model: p.data.mul_(1.001),
+    "in place": lambda p, model: torch.no_grad()(p.add_)(1e-4),
+    "replaced": lambda p, model: setattr(model.last, "weight", nn.Parameter(p * 1.1)),
+    "data replaced": lambda p, model: setattr(p, "data", p.data * 1.1),
+    "loaded": lambda p, model: model.load_state_dict(
+        {name: 1.1 * value for name, value in model.state_dict().items()}
+    ),
+    "frozen": lambda p, model: p.requires_grad_(False),
+    "statistics": lambda p, model: model.norm.running_mean.data.add_(1),
+    "parametrized": lambda p, model: nn.utils.parametrizations.weight_norm(model.last),
+}
+
+
+@pytest.mark.parametrize("layers", ["last", "all"])
+@pytest.mark.parametrize("change", CHANGED_WEIGHTS)
+def test_changed_weights_are_noticed(change, layers):
+    la = head_posterior()
+    predict = laplace_predictive(la, PredictiveConfig(layers=layers))
+    predict(X)
+    predict(X)
+    CHANGED_WEIGHTS[change](la.model.last.weight, la.model)
+    for call in (predict, lambda x: la.output_variances(x, torch.ones(2))):
+        with pytest.raises(ValueError, match="no longer has the weights"):
+            call(X)
+
+
+class Lengths(nn.Module):
+    """Outputs (N, R, 3) whose number of positions is in the input's values."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.last = nn.Linear(3, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, batch):
+        x, keep = batch["x"], int(batch["keep"][0])
+        f = self.last(self.inner(x).tanh())  # (N, R, 3)
+        return f[:, 0] if keep == 0 else f[:, :keep]
+
+
+@pytest.mark.parametrize("layers", ["last", "all"])
+def test_outputs_of_other_lengths_at_inputs_of_the_same_shape(layers):
+    x = torch.randn(4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def batch(keep, n=4, length=5):
+        return {"x": x[:n, :length], "keep": torch.full((n,), keep)}
+
+    la = Posterior(Lengths(), "classification", prior_precision=0.7, kfac_approx="expand")
+    la.fit([{**batch(0), "labels": torch.arange(4) % 3}])
+    predict = laplace_predictive(la, PredictiveConfig(layers=layers))
+    for keep, n, length in ((0, 4, 5), (0, 4, 5), (3, 4, 5), (2, 1, 5), (2, 4, 3), (0, 4, 5)):
+        one = batch(keep, n, length)
+        found = predict(one)
+        assert found.mean.shape == ((n, 3) if keep == 0 else (n, keep, 3))
+        fresh = Posterior(la.model, "classification", prior_precision=0.7, kfac_approx="expand")
+        fresh.restore(la.factors)
+        assert_close(
+            found.tensors(),
+            laplace_predictive(fresh, PredictiveConfig(layers=layers))(one).tensors(),
+        )
+        mask = torch.ones(found.mean.shape[:-1], dtype=torch.bool)
+        mask[0] = n == 1
+        for positions in (None, mask):
+            found, expected = (
+                p.output_distribution(one, layers, positions=positions) for p in (la, fresh)
+            )
+            assert_close(found, expected)
+
+
+# Samples of networks
+
+
+class Odd(nn.Module):
+    """A network with a state, whose forward is a function of the model and the input."""
+
+    def __init__(self, code, is_tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.code, self.stored = nn.Linear(3, 3), code, None
+        if is_tied:
+            self.other = nn.Linear(3, 3)
+            self.other.weight = self.layer.weight
+        self.double()
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a list of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(3, 3, batch_first=True).double()
+
+    def forward(self, x):
+        return self.lstm(x[:, None])[0][:, -1]
+
+
+def write_input(model, x):
+    x[:, 0] = model.layer(x)[:, 0]
+    return x
+
+
+def replace_weight(model, x):
+    model.layer.weight = nn.Parameter(2 * model.layer.weight.detach())
+    return model.layer(x)
+
+
+def store(model, x):
+    model.stored = model.layer(x)
+    return model.stored * 2
+
+
+SAMPLED = {
+    "plain": lambda: Odd(lambda m, x: m.layer(x)),
+    "sorted": lambda: Odd(lambda m, x: m.layer(x).sort(-1).values.cumsum(-1)),
+    "tied": lambda: Odd(lambda m, x: m.other(m.layer(x)), is_tied=True),
+    "branch": lambda: Odd(lambda m, x: m.layer(x) if m.layer(x).sum() > 0 else -m.layer(x)),
+    "random": lambda: Odd(lambda m, x: m.layer(x) + torch.randn(3)),
+    "through numpy": lambda: Odd(lambda m, x: torch.from_numpy(2 * m.layer(x).detach().numpy())),
+    "unused": lambda: Odd(lambda m, x: 2 * x),
+    "input in place": lambda: Odd(write_input),
+    "replaced weight": lambda: Odd(replace_weight),
+    "stored output": lambda: Odd(store),
+    "recurrent": Recurrent,
+}
+
+
+@pytest.mark.parametrize("at_once", [2**20, 2 * X.numel(), 1])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_networks_at_many_weights_are_those_at_each(name, at_once, monkeypatch):
+    monkeypatch.setattr(kfac_backend.engine.model_calls, "MOST_ENTRIES", at_once)
+    model = SAMPLED[name]().eval()
+    before = dict(model.named_parameters())
+    parameters = {
+        n: torch.stack([scale * p.detach() for scale in (1, 1.1, -0.9)]) for n, p in before.items()
+    }
+    torch.manual_seed(1)
+    found, state = call_with_each(model, parameters, X), torch.get_rng_state()
+    torch.manual_seed(1)
+    expected = torch.stack([
+        call_with(model, {n: values[s] for n, values in parameters.items()}, X) for s in range(3)
+    ])  # fmt: skip
+    assert_close(found, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.is_contiguous()
+    assert all(p is before[n] for n, p in model.named_parameters())
+    assert name in ("unused", "random") or (found[0] - found[1]).norm() > 1e-3
+    assert getattr(model, "stored", None) is None or torch.isfinite(model.stored).all()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_outputs_of_sampled_networks_and_their_gradient(last):
+    x, y = data()
+    la = Laplace(network(), "classification", "last_layer" if last else "all")
+    la.fit([(x, y)])
+    samples = la.sample(4)
+    x = x.clone().requires_grad_()
+    found = la.network_outputs(samples, x)
+    la.model.eval()
+    names = [name for name, p in la.model.named_parameters() if p.requires_grad]
+    for f, sample in zip(found, samples, strict=True):
+        parts = zip(names, sample.split([p.numel() for p in la.params]), la.params, strict=True)
+        values = {name: part.view_as(p) for name, part, p in parts}
+        assert_close(f, functional_call(la.model, values, (x,)))
+    (g,) = torch.autograd.grad(found.sum(), x)
+    assert g.norm() > 0
+    assert (found[0] - found[1]).norm() > 0.1 * found[0].norm()
+
+
+# The prior
+
+STRUCTURES = {
+    "kron": {},
+    "last": {"subset_of_weights": "last_layer"},
+    "full": {"hessian_structure": "full"},
+    "diag": {"hessian_structure": "diag"},
+    "corrected": {},
+}
+
+
+def laplace_of(name, likelihood="classification", dtype=torch.float64):
+    options = {"subset_of_weights": "all", "hessian_structure": "kron"} | STRUCTURES[name]
+    la = Laplace(network(dtype), likelihood, **options)
+    la.fit([data(likelihood, dtype)], corrected=name == "corrected")
+    return la, data(likelihood, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_variances_at_many_priors_are_those_at_each(name, likelihood, dtype):
+    (la, (x, _)), (oracle, (x64, _)) = (
+        laplace_of(name, likelihood, d) for d in (dtype, torch.float64)
+    )
+    for posterior in (la, oracle):
+        posterior.temperature = 0.6
+        posterior.sigma_noise = 0.3 if likelihood == "regression" else 1.0
+    own, grid = la.prior_precision.clone(), torch.tensor([1e-2, 0.3, 20.0, 1e4]).double()
+    f, variances = la.output_variances(x, grid)
+    assert torch.equal(la.prior_precision, own) and variances.dtype == dtype
+    for delta, variance in zip(grid, variances, strict=True):
+        oracle.prior_precision = delta
+        expected = oracle.output_distribution(x64, variance_only=True)
+        rtol = 1e-6 if dtype == torch.float64 else 1e-3
+        assert_close((f.double(), variance.double()), expected, rtol=rtol, atol=rtol)
+    assert (variances[1] - variances[3]).norm() > 0.1 * variances[1].norm()  # negative control
+    with pytest.raises(ValueError, match="prior_precisions must be positive"):
+        la.output_variances(x, torch.zeros(2))
+    with pytest.raises(ValueError, match="no examples"):
+        la.output_variances(x[:0], grid)
+
+
+def test_variances_at_many_priors_of_outputs_with_positions():
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    la = Posterior(model, "classification", prior_precision=0.7, kfac_approx="expand")
+    x = X.reshape(2, 4, 3)
+    la.fit([(x, torch.zeros(2, 4, dtype=torch.int64))])
+    f, (variance,) = la.output_variances(x, torch.tensor([0.7]))
+    assert_close((f, variance), la.output_distribution(x, variance_only=True))
+
+
+def large_batch():
+    return network().float(), torch.randn(200, 2, 4, 4), 200
+
+
+def half_precision():
+    return network(torch.bfloat16), data(dtype=torch.bfloat16)[0], 8
+
+
+class Square(torch.autograd.Function):
+    """Squares without a rule for torch's transforms."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+
+
+def without_a_rule():
+    return Odd(lambda m, x: Square.apply(m.layer(x))), X, 8
+
+
+@pytest.mark.parametrize("case", [large_batch, half_precision, without_a_rule])
+def test_grids_go_one_by_one_where_a_jacobian_is_large_or_fails(case, monkeypatch):
+    model, x, n = case()
+    torch.manual_seed(0)
+    la = Laplace(model, "classification", "all", "kron")
+    la.fit([(x, torch.zeros(n, dtype=torch.int64))])
+    if case is not without_a_rule:
+        monkeypatch.setattr(marglik.posterior.posterior, "jacobians", None)  # is not called
+        monkeypatch.setattr(marglik.posterior.posterior, "MOST_JACOBIAN_WORK", 2**20)
+    assert la.output_variances(x, torch.tensor([1.0, 2.0])) is None
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_a_grid_selects_as_it_does_one_by_one(name, likelihood, monkeypatch):
+    la, _ = laplace_of(name, likelihood)
+    x, y = data(likelihood, n=6)
+    loader = [(x[:4], y[:4].flip(0)), (x[4:], y[4:])]
+    options = {"method": "gridsearch", "val_loader": loader, "grid_size": 9}
+    la.optimize_prior_precision(**options)
+    at_once = la.prior_precision
+    nlls = la._grid_nlls(torch.logspace(-4, 4, 9), loader, False)
+    monkeypatch.setattr(type(la), "output_variances", lambda *_: None)
+    one_by_one = []
+    for delta in torch.logspace(-4, 4, 9):
+        la.prior_precision = delta
+        one_by_one.append(la._grid_loss(loader, None, "glm", "probit", 100))
+    assert_close(nlls, one_by_one, rtol=1e-5, atol=1e-8)
+    la.optimize_prior_precision(**options)
+    assert torch.equal(la.prior_precision, at_once)
+    assert max(nlls) - min(nlls) > 1e-3
+
+
+@pytest.mark.parametrize("shortcut", [True, False])
+def test_a_grid_needs_finite_losses_and_data_that_can_be_read_again(shortcut, monkeypatch):
+    la, batch = laplace_of("kron")
+    if not shortcut:
+        monkeypatch.setattr(type(la), "output_variances", lambda *_: None)
+    grid = partial(la.optimize_prior_precision, method="gridsearch")
+    with pytest.raises(ValueError, match="not finite at any prior precision"):
+        grid(val_loader=[])
+    with pytest.raises(ValueError, match="not finite at any prior precision"):
+        grid(val_loader=[batch], loss=lambda p, y: torch.nan)
+    with pytest.raises(TypeError, match="read only once"):
+        grid(val_loader=iter([batch]))
+
+
+@pytest.mark.parametrize(
+    ("name", "structure"),
+    [
+        ("kron", "scalar"), ("kron", "layerwise"), ("last", "layerwise"), ("full", "scalar"),
+        ("full", "layerwise"), ("diag", "diag"), ("diag", "layerwise"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_steps_on_the_evidence_are_those_of_autograd(name, structure, likelihood):
+    la, _ = laplace_of(name, likelihood)
+    la.temperature = 0.6
+    sizes = {"scalar": 1, "layerwise": la.n_layers, "diag": la.n_params}
+    log_delta = torch.full((sizes[structure],), 0.3, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([log_delta], lr=0.1)
+    for _ in range(7):
+        adam.zero_grad()
+        (-Posterior.log_marginal_likelihood(la, log_delta.exp())).backward()
+        adam.step()
+    la.optimize_prior_precision(
+        n_steps=7, prior_structure=structure, init_prior_prec=torch.tensor(0.3).exp().item()
+    )
+    found = la.prior_precision
+    assert_close(found, log_delta.detach().exp().to(found), rtol=1e-5, atol=0)
+    assert (found.log() - 0.3).abs().max() > 0.1
+
+
+def test_evidence_that_is_not_finite_names_its_cause():
+    la = KronLaplace(network(), "classification")
+    la.fit([data()])
+    with pytest.raises(FloatingPointError, match="not finite"):
+        la.optimize_prior_precision(init_prior_prec=1e307, lr=10.0)
