@@ -1,6 +1,6 @@
 """Compute the influence of training examples on predictions.
 
-τ(q, n) = ∇m(q)ᵀ (H + P)⁻¹ ∇ℓ_n is, to first order, the change of measurement m of query q if
+I(q, n) = ∇m(q)ᵀ (H + P)⁻¹ ∇ℓ_n is, to first order, the change of measurement m of query q if
 training example n is left out. H + P is the posterior's precision, block by block. The learned
 prior precisions replace the damping that other tools ask for. Two passes compute the scores. The
 first one computes the gradients of the queries, and solves (H + P) S_q = ∇m(q). The second one
@@ -91,12 +91,12 @@ def influence(
     progress: bool = False,
     store: str | Path | None = None,
 ) -> Float[Tensor, "Q N"]:
-    """Return scores τ(q, n): the change of query q's measurement without training example n.
+    """Return scores I(q, n): the change of query q's measurement without training example n.
 
-    A training example with a large positive τ for the loss of q supports the label of q: without
+    A training example with a large positive I for the loss of q supports the label of q: without
     it, the loss rises. The columns follow the order of ``train``. ``scores.topk(5)`` has the five
     most helpful examples of each query. The score is exact for a quadratic loss up to the leverage
-    h_n of example n: the true change is τ / (1 − h_n). This holds for damping="evidence".
+    h_n of example n: the true change is I / (1 − h_n). This holds for damping="evidence".
 
     Args:
         posterior: the fitted posterior, at the network's weights.
@@ -190,7 +190,7 @@ def self_influence(
     damping: Damping = "evidence",
     progress: bool = False,
 ) -> Float[Tensor, " N"]:
-    """Return τ(n, n): the change of training example n's own loss if it is left out, in nats.
+    """Return I(n, n): the change of training example n's own loss if it is left out, in nats.
 
     The network fits an example with a large value only because it was trained on it. Its label is
     often wrong, or the example is unlike all others. The values are the diagonal of the scores of
