@@ -78,7 +78,7 @@ def maximize_evidence(
     learns_noise = learn_sigma_noise and laplace.likelihood.has_sigma
     bounds = [(np.log(SMALLEST_PRECISION), np.log(LARGEST_PRECISION))] * len(initial)
     if learns_noise:
-        initial.append(math.log(float(laplace.sigma_noise)))
+        initial.append(math.log(laplace.sigma_noise.item()))
         bounds.append((np.log(SMALLEST_NOISE), np.log(LARGEST_NOISE)))
 
     @torch.enable_grad()
@@ -106,7 +106,7 @@ def maximize_evidence(
     laplace.prior_precision = laplace.precision_per_tensor(groups.per_tensor(delta))
     if learns_noise:
         laplace.sigma_noise = values[-1]
-    return PriorFit(groups.summary(delta), float(laplace.sigma_noise), -minimum.fun)
+    return PriorFit(groups.summary(delta), laplace.sigma_noise.item(), -minimum.fun)
 
 
 def minimize_validation_loss(
@@ -177,7 +177,7 @@ def minimize_validation_loss(
             "Pass wider bounds.",
             stacklevel=2,
         )
-    sigma = float(laplace.sigma_noise)
+    sigma = laplace.sigma_noise.item()
     return PriorFit({"all": laplace.prior_precision.item()}, sigma, losses[log_delta])
 
 
