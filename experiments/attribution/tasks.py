@@ -19,6 +19,7 @@ from experiments.data.dart import DART
 from experiments.data.uci import UCI
 from experiments.models import GPT
 from experiments.weight_decay.training import (
+    Residual,
     averaged_model,
     convolutions,
     digits,
@@ -35,18 +36,6 @@ from marglik.models import MLP
 
 Data = Callable[[int], tuple[Pair, Pair]]
 """Training and test data of a seed."""
-
-
-class Residual(nn.Module):
-    """Add the input of a network to its output."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x + f(x)."""
-        return x + self.layers(x)
 
 
 def resnet9(classes: int, width: int = 8) -> nn.Module:

@@ -33,6 +33,7 @@ from experiments.studies import (
 from experiments.weight_decay.any_loop import atoms, letters, protein, teacher, wine
 from experiments.weight_decay.training import (
     Problem,
+    Residual,
     convolutions,
     digits,
     mlp,
@@ -53,18 +54,6 @@ def three_convolutions() -> nn.Module:
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10),
     )  # fmt: skip
-
-
-class Residual(nn.Module):
-    """x plus what layers make of it."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As wide as x."""
-        return x + self.layers(x)
 
 
 def residual_group_norm() -> nn.Module:

@@ -33,6 +33,18 @@ Split = tuple[Any, Tensor]
 # Networks
 
 
+class Residual(nn.Module):
+    """Add the input of a network to its output."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x + f(x)."""
+        return x + self.layers(x)
+
+
 def convolutions(
     norm: Callable[[int], nn.Module], head: str, channels: int = 1, size: int = 8
 ) -> nn.Module:

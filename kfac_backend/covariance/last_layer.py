@@ -259,17 +259,17 @@ class LastLayerCovariance:
         The inverse is (1, d_out, d_in) of a weight and (1, d_out) of a bias.
         """
         if self._inverse is None:
-            found = []
+            bases_and_inverses = []
             for local, name in self._parameters.items():
                 block, spectrum = self._precision[name]
                 if local == "weight":
                     Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
                     Q = None if Q_B is None else Q_B[0]
-                    found.append((Q, Q_A, spectrum.reciprocal()))
+                    bases_and_inverses.append((Q, Q_A, spectrum.reciprocal()))
                 else:
                     Q = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
-                    found.append((Q, None, spectrum.reciprocal().reshape(1, -1)))
-            self._inverse = found
+                    bases_and_inverses.append((Q, None, spectrum.reciprocal().reshape(1, -1)))
+            self._inverse = bases_and_inverses
         return self._inverse
 
 

@@ -70,10 +70,10 @@ class StepHooks:
         self._calls = 0
         self._calls_before: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         hooks: weakref.ref[StepHooks] = weakref.ref(self)
-        known = frozenset(id(part.optimizer) for part in problem.parts)
+        optimizer_ids = frozenset(id(part.optimizer) for part in problem.parts)
         self._handles = [
-            register_optimizer_step_pre_hook(partial(_before_any_step, hooks, known)),
-            register_optimizer_step_post_hook(partial(_after_any_step, hooks, known)),
+            register_optimizer_step_pre_hook(partial(_before_any_step, hooks, optimizer_ids)),
+            register_optimizer_step_post_hook(partial(_after_any_step, hooks, optimizer_ids)),
             *([] if loss_check is None else [loss_check.handle]),
         ]
         for part in problem.parts:
