@@ -256,9 +256,9 @@ def numbers():
             f"graph network {lower[2]} ({lower[0]} seeds) and {r[2]}",
         ],
         "Figure 3: steps": [
-            f"expand {lower[2]} ({lower[1]} steps, {lower[0]} seeds) with lower ranges",
-            f"{e[2]} ({e[1]} steps, {e[0]} seeds) with the ranges of reduce",
-            f"reduce {r[2]} ({r[1]} steps, {r[0]} seeds)",
+            f"expand with lower ranges: {lower[2]} ({lower[1]} steps, {lower[0]} seeds)",
+            f"expand with the ranges of reduce: {e[2]} ({e[1]} steps, {e[0]} seeds)",
+            f"reduce: {r[2]} ({r[1]} steps, {r[0]} seeds)",
         ],
         "Figure 3: the share": [f"{e[3]} and {r[3]}"],
         "Section 4.2": [f"± {e[1].split()[-1]} and ± {r[1].split()[-1]}"],
@@ -312,15 +312,15 @@ def numbers():
             for mode in MODES
         ],
         "Appendix C.3": [
-            f"expand {chosen('graph_network_training/nci1_expand')}",
-            f"with lower ranges {chosen('graph_network_training/nci1_expand_lower')}",
-            f"reduce {chosen('graph_network_training/nci1_reduce')}",
+            f"expand: {chosen('graph_network_training/nci1_expand')} with the ranges of reduce",
+            f"{chosen('graph_network_training/nci1_expand_lower')} with lower ranges",
+            f"reduce: {chosen('graph_network_training/nci1_reduce')}",
         ],
         "Appendix C.4": [
             chosen("vision_transformer_training/cifar10_expand"),
             chosen("vision_transformer_training/cifar10_reduce"),
         ],
-        "Appendix C.5: a training": [f"{100 * training('reduce') / training('expand'):.0f} %"],
+        "Appendix C.5: a training run": [f"{100 * training('reduce') / training('expand'):.0f} %"],
         "Table 5": [
             "{:.2f} and {:.2f} in float32".format(
                 *(seconds[f"ours, {m}"] for m in ("expand", "reduce"))
@@ -367,8 +367,8 @@ def test_numbers_of_the_reasons_are_those_of_the_json():
         f"{limit['ours, reduce, exact']:.2f} times this time.",
         f"in ASDL takes {limit['asdl, expand, exact']:.2f} times the time of the passes alone",
         f"For an update, reduce takes {100 * share[0]:.0f} % of the time of expand.",
-        "With an update every five epochs, a whole training with reduce therefore takes "
-        f"{100 * share[1]:.0f} % of the time of a training with expand.",
+        "With an update every five epochs, a training run with reduce therefore takes "
+        f"{100 * share[1]:.0f} % of the time of a run with expand.",
     ):
         assert sentence in text, sentence
 
