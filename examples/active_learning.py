@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Which inputs to label
 #
-# Half of this pool are blends of two digits, whose label is one of the two at random. The mutual
-# information between a label and the weights leaves them out; the entropy looks for them.
+# This example chooses the inputs to label. Half of the images in the pool are blends of two digits.
+# The label of a blend is one of its two digits at random. The mutual information between a label
+# and the weights avoids blends. The entropy prefers them.
 
 # %%
 import numpy as np

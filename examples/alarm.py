@@ -1,13 +1,13 @@
 # %% [markdown]
 # # An alarm for inputs unlike the training data
 #
-# For classifiers in use, which meet what they were never trained on. An alarm at a threshold that
-# held-out data of one's own sets: one in twenty of one's own inputs may raise it. Scores are the
-# entropy of the calibrated predictive, its epistemic part, and the plain alternative: one minus the
-# largest probability of a network trained with one weight decay. Half a minute on one core.
+# For classifiers in use, which get inputs that are unlike the training data. Held-out data
+# determine the threshold of the alarm, such that one in twenty ordinary inputs raises it. We
+# compare three scores: the entropy of the calibrated predictive, its epistemic part, and one minus
+# the largest probability of a plain network with a single weight decay. Half a minute on one core.
 #
-# The network knows scikit-learn's digits 0 to 7; 8 and 9 are new, and so are noise and upside-down
-# digits. [What we found on larger data](../docs/out-of-distribution.md).
+# The network is trained on the digits 0 to 7 of scikit-learn. The digits 8 and 9, noise and
+# upside-down digits are new. [What we found on larger data](../docs/out-of-distribution.md).
 
 # %%
 import torch
@@ -34,7 +34,7 @@ others = {
 }
 
 # %% [markdown]
-# ## Training both
+# ## Train both networks
 
 # %%
 laplace, model, _, _ = marglik_training(
@@ -60,11 +60,12 @@ scores = {
 }
 
 # %% [markdown]
-# ## How many alarms are raised
+# ## Share of alarms
 #
-# By inputs of each kind; of one's own test digits it should be 5 %. Digits of other classes and
-# upside down are told about as well by all three, noise best by the epistemic part, which on larger
-# data was mostly worse than the entropy: try both on what you expect.
+# The table shows the share of inputs of each kind that raise an alarm. For the test digits it
+# should be 5 %. All three scores detect new classes and upside-down digits about equally well. The
+# epistemic part detects noise best. However, on larger data the epistemic part was mostly worse
+# than the entropy. Try both on inputs that you expect.
 
 # %%
 figure, axes = pyplot.subplots(1, 3, figsize=(9, 2.8), layout="constrained")

@@ -1,11 +1,10 @@
 # %% [markdown]
 # # Bayesian optimisation with a network's Laplace posterior
 #
-# For users of BoTorch who want a neural network as the surrogate. BoTorch asks a model for the
-# joint distribution of its outputs at several points, and maximises an acquisition function by
-# its gradients in the points. `marglik.adapters.botorch.LaplaceModel` is such a model: the
-# linearised network with a Kronecker-factored posterior, whose prior precisions the evidence
-# chooses.
+# For users of BoTorch who want a neural network as the surrogate. BoTorch needs the joint
+# distribution of the outputs of a model at several points, and its gradients with respect to the
+# points. `marglik.adapters.botorch.LaplaceModel` provides both: it is the linearised network with a
+# Kronecker-factored posterior. The evidence determines the prior precisions.
 #
 # Needs: `pip install -e ".[all,adapters]"` in the clone. Less than a minute on one core per seed
 # (`SEEDS`).
@@ -47,8 +46,8 @@ def value(points):
 # %% [markdown]
 # ## The surrogate
 # Each round trains a network from scratch, in float64. Then it computes the curvature and chooses
-# the prior precision with the highest evidence. The noise stays fixed: with eight points that the
-# network interpolates, the evidence would explain everything by noise.
+# the prior precision with the highest evidence. The noise stays fixed. With only eight points, the
+# evidence would explain all variation by noise.
 
 
 # %%

@@ -1,14 +1,14 @@
 # %% [markdown]
 # # Images: a posterior for a torchvision network, after training
 #
-# For anyone with a trained image classifier. A MobileNetV3 of torchvision is trained as usual, here
-# for a few epochs on few images. Afterwards it gets a posterior: one pass over the data, a prior
-# chosen by the evidence, and two numbers of calibration. No layer needs a declaration. BatchNorm is
-# in eval mode, where it is a fixed affine map.
+# For anyone with a trained image classifier. We train a MobileNetV3 of torchvision as usual, here
+# for a few epochs on few images. Then we compute a posterior. This takes one pass over the data, a
+# maximisation of the evidence, and a calibration of two numbers. No layer needs a declaration.
+# BatchNorm is in eval mode, where it is a fixed affine map.
 #
-# The data are 1,000 images of CIFAR-10. Its folder `cifar-10-batches-py` is expected in the folder
-# that the environment variable `MARGLIK_DATA` names. **Without it, grey digits, enlarged three
-# times, take their place.** Half a minute on one core.
+# The data are 1,000 images of CIFAR-10. The script reads the folder `cifar-10-batches-py` in the
+# folder that the environment variable `MARGLIK_DATA` names. **Without this folder, it uses grey
+# digits, enlarged three times.** Half a minute on one core.
 
 # %%
 import os
@@ -68,7 +68,7 @@ model.eval()
 # ## The posterior
 #
 # `fisher="mc"` takes one backward pass per batch instead of nine. We compare two predictives: all
-# layers, and the last layer alone, which costs no more than a forward pass.
+# layers, and only the last layer, which costs no more than a forward pass.
 
 # %%
 batches = list(zip(x.split(100), y.split(100), strict=True))

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Counts: how many to keep in stock
 #
-# For demand, visits, defects or cases. The question is not how many will be asked for on average,
-# but how many to keep so that they suffice on 95 of 100 days. Counts vary more than their rates:
-# likelihood `negative_binomial` has a shape r for that, which the evidence learns together with the
-# weight decays. Beside it is the plain alternative, a network trained by Poisson's loss. Half a
-# minute on one core.
+# For demand, visits, defects or cases. The question is not the average demand, but the stock that
+# suffices on 95 of 100 days. Counts vary more than Poisson's distribution predicts. The likelihood
+# `negative_binomial` has a shape r for this variation. The evidence learns r together with the
+# weight decays. For comparison, we train a plain network with Poisson's loss. Half a minute on one
+# core.
 #
-# The data is made up: demand whose mean depends on x, with variance μ + μ²/2, so that r is 2.
+# The data are artificial: the mean demand μ depends on x, and the variance is μ + μ²/2, so r is 2.
 
 # %%
 import torch
@@ -47,9 +47,10 @@ def network():
 
 
 # %% [markdown]
-# ## Training both
+# ## Train both networks
 #
-# r is not given, so it is learned. The plain network has no prior, and one number for its rate.
+# We pass no value of r, so the evidence learns it. The plain network has no prior, and predicts
+# only a rate.
 
 # %%
 model = network()
@@ -68,10 +69,11 @@ for _ in range(EPOCHS):
         optimizer.step()
 
 # %% [markdown]
-# ## How many to keep
+# ## The necessary stock
 #
-# The smallest count that the demand exceeds on at most one day in twenty, from each prediction's
-# distribution. Poisson's stock runs out far more often than it promises.
+# The stock is the smallest count that the demand exceeds on at most one day in twenty, by the
+# predicted distribution. With Poisson's distribution, the stock runs out far more often than
+# predicted.
 
 # %%
 counts = torch.arange(400.0)

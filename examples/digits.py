@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Digits: weight decays learned while a network trains
 #
-# The shortest complete example: start here. A LeNet learns the 8×8 digits of scikit-learn and,
-# while it trains, one weight decay for each of its ten tensors. Two hundred digits are held out
-# to fit the two numbers of the calibration.
+# This is the shortest complete example. A LeNet learns the 8×8 digits of scikit-learn. During
+# training, marglik learns one weight decay for each of its ten tensors. Two hundred digits are held
+# out for calibration.
 #
-# Half a minute on one core; nothing is downloaded.
+# Half a minute on one core. Nothing is downloaded.
 
 # %%
 import torch
@@ -27,8 +27,8 @@ loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=64, shuffle=Tr
 # %% [markdown]
 # ## Training
 #
-# Every five epochs the Laplace approximation is fitted with K-FAC. A hundred gradient steps on the
-# logarithms of the weight decays then increase its log marginal likelihood (the evidence).
+# Every five epochs, marglik fits the Laplace approximation with K-FAC. A hundred gradient steps on
+# the logarithms of the weight decays then increase the log marginal likelihood (the evidence).
 
 # %%
 model = LeNet(num_classes=10, in_channels=1, image_size=8)
@@ -42,7 +42,8 @@ for name, decay in zip(names, decays, strict=True):
     print(f"{name:13} {decay:.1e}")
 
 # %% [markdown]
-# The evidence rises within each update and, as the network fits, mostly from one to the next.
+# The evidence rises within each update. It mostly also rises from one update to the next, because
+# the network fits the data better.
 
 # %%
 figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
@@ -67,7 +68,7 @@ for name, predictive in {"MAP": map_predictive(model), "calibrated": predict}.it
     print(f"{name:10} NLL {metrics.nll:.3f} accuracy {metrics.accuracy:.3f}")
 
 # %% [markdown]
-# The digits that the network is least sure of, with their labels:
+# The digits with the most uncertain predictions, with their labels:
 
 # %%
 entropy = predict(x[test]).entropy

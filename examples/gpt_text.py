@@ -2,13 +2,13 @@
 # # Text: a small GPT, byte by byte
 #
 # For language models: weight decays learned during training, and predictions for each position. A
-# language model has a loss term at every position, which is K-FAC's expand setting. The exact
-# curvature would take 255 backward passes per term; `fisher="mc"` draws one label per position from
-# the model and takes a single pass.
+# language model has a loss term at every position, which is the expand setting of K-FAC. The exact
+# curvature would take 255 backward passes per term. `fisher="mc"` draws one label per position from
+# the model, and takes a single pass.
 #
 # The text is the development split of DART (Nan et al. 2021), in the folder that the environment
-# variable `MARGLIK_DATA` names. Without it, sentences are made from a template. Half a minute on
-# one core.
+# variable `MARGLIK_DATA` names. Without this folder, the script makes sentences from a template.
+# Half a minute on one core.
 
 # %%
 import gzip
@@ -69,8 +69,8 @@ print(bytes(x[0].tolist()).decode(errors="replace"))
 # %% [markdown]
 # ## The network
 #
-# Torch's own layers. The output layer and the embedding share their weight: a tied tensor has one
-# block and one weight decay.
+# The network has torch's own layers. The output layer and the embedding share their weight. A
+# shared tensor has one block and one weight decay.
 
 
 # %%

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Graphs of different sizes
 #
-# For graph networks. Their layers run on the concatenated nodes and edges of all graphs of a
-# batch, so that rows are not examples. The model says which graph each row belongs to, with
-# `kfac_backend.examples_of_rows`. Reduce then scales both sums over the R rows of a graph by
+# For graph networks. Their layers run on the concatenated nodes and edges of all graphs of a batch,
+# so rows are not examples. The model declares the graph of each row with
+# `kfac_backend.examples_of_rows`. Reduce then multiplies both sums over the R rows of a graph by
 # 1/√R.
 #
-# The graphs are random, and their class is whether they have more edges than nodes. Ten seconds
-# on one core.
+# The graphs are random. The class says whether a graph has more edges than nodes. Ten seconds on
+# one core.
 
 # %%
 import torch
@@ -41,7 +41,7 @@ print(f"{len(x)} graphs of {x.node_counts.min()} to {x.node_counts.max()} nodes"
 # %% [markdown]
 # ## The network
 #
-# Messages pass along the edges, twice; then the nodes of each graph are summed.
+# The network passes messages along the edges twice. It then sums the nodes of each graph.
 
 
 # %%

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Intervals as wide as the noise: heteroscedastic regression
 #
-# For regression whose noise depends on the input. A network with a second output, the log variance,
-# learns where its targets are noisy, and a weight decay per tensor with it. Beside it is the plain
-# alternative: one noise σ for all inputs, learned by the evidence. Half a minute on one core.
+# For regression with a noise that depends on the input. The network has a second output, the log
+# variance of the noise. It learns one weight decay per tensor. For comparison, a second network has
+# one noise σ for all inputs, learned by the evidence. Half a minute on one core.
 #
-# The data is made up: sin(3x), with a noise that grows from 0.05 to 0.5.
+# The data are artificial: sin(3x), with a noise that grows from 0.05 to 0.5.
 
 # %%
 import torch
@@ -35,10 +35,11 @@ data, test = draw(400), draw(1000)
 loader = DataLoader(TensorDataset(*data), batch_size=50, shuffle=True)
 
 # %% [markdown]
-# ## Training both
+# ## Train both networks
 #
-# Only the likelihood's name and the number of outputs differ. `regression` learns σ;
-# `heteroscedastic` starts from one noise for all inputs, and learns how much it depends on them.
+# Only the name of the likelihood and the number of outputs differ. `regression` learns σ.
+# `heteroscedastic` starts with the same noise for all inputs, and learns how much the noise depends
+# on the input.
 
 
 # %%
@@ -65,8 +66,8 @@ for name, posterior in posteriors.items():
 # %% [markdown]
 # ## Which intervals fit
 #
-# Both cover nine tenths of all targets. With one σ they are too wide on the left and too narrow on
-# the right.
+# The intervals of both networks contain nine tenths of all targets. With one σ, the intervals are
+# too wide on the left and too narrow on the right.
 
 # %%
 x = torch.linspace(-2, 2, 200)[:, None]

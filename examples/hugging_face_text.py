@@ -2,13 +2,13 @@
 # # Weight decays learned inside Hugging Face's Trainer
 #
 # For users of Hugging Face's `Trainer`. A small BERT learns how many facts a sentence states.
-# Model, data and `Trainer` are as usual; the three added lines end with `# (1)`, `# (2)` and `#
+# Model, data and `Trainer` are as usual. The three added lines end with `# (1)`, `# (2)` and `#
 # (3)`.
 #
 # Needs: `pip install -e ".[all,transformers]"` in the clone. The text is the development split of
 # DART (Nan et al. 2021, arXiv:2007.02871), in the folder that the environment variable
-# `MARGLIK_DATA` names. Without it, sentences are made from a template. Less than a minute on one
-# core.
+# `MARGLIK_DATA` names. Without this folder, the script makes sentences from a template. Less than a
+# minute on one core.
 
 # %%
 import gzip
@@ -39,8 +39,8 @@ CLASSES, LENGTH, WORDS = 4, 32, 1000  # one to three facts, or more
 
 # %% [markdown]
 # ## The data
-# Sentences as sequences of word indices, labelled with their number of facts: 600 for training, 300
-# held out for the two numbers of the calibration, 500 for the test.
+# The data are sentences as sequences of word indices. The label is the number of facts. 600
+# sentences are for training, 300 for calibration and 500 for the test.
 
 
 # %%
@@ -104,9 +104,10 @@ trainer.train()
 
 # %% [markdown]
 # ## What was learned
-# One weight decay per parameter tensor; these are the smallest and the largest. Those of the
-# embeddings grow with each update: a LayerNorm follows, so that the scale of the embeddings has no
-# effect, and the evidence shrinks it to zero.
+# There is one weight decay per parameter tensor. The output shows the smallest and the largest. The
+# weight decays of the embeddings grow with each update. The reason is that a LayerNorm follows the
+# embeddings. Their scale therefore has no effect on the outputs, and the evidence lowers it to
+# zero.
 
 # %%
 names = [name for name, _ in model.named_parameters()]

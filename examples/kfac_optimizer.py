@@ -1,13 +1,13 @@
 # %% [markdown]
 # # K-FAC as an optimiser
 #
-# For anyone who wants to train with natural gradients. K-FAC preconditions each gradient g with the
-# Kronecker factors: g becomes (F + λI)⁻¹ g. `KFAC` is used like any optimiser of torch, and the
-# training loop stays as it is. Its factors come from the forward pass of training and one more
-# backward pass to the layers' outputs, by default in every fifth step.
+# For anyone who wants to train with natural gradients. K-FAC multiplies each gradient g by the
+# inverse of the damped curvature: g becomes (F + λI)⁻¹ g. Use `KFAC` like any optimiser of torch.
+# The training loop does not change. In every fifth step by default, K-FAC computes new factors from
+# the forward pass of training and one more backward pass to the outputs of the layers.
 #
-# The problem is an autoencoder of digits, which plain gradients fit slowly. A quarter of a minute
-# on one core.
+# The problem is an autoencoder of digits. Plain gradients fit it slowly. A quarter of a minute on
+# one core.
 
 # %%
 import time
@@ -54,10 +54,11 @@ def train(make_optimizer, epochs=15):
 
 
 # %% [markdown]
-# ## Beside SGD and Adam
+# ## Comparison with SGD and Adam
 #
-# SGD has the best of four learning rates for this seed, Adam 0.01, K-FAC its defaults, and all a
-# cosine schedule. The likelihood is "bernoulli", because each pixel is a separate output.
+# SGD has the best of four learning rates for this seed. Adam has a learning rate of 0.01, and K-FAC
+# has its defaults. All have a cosine schedule. The likelihood is "bernoulli", because each pixel is
+# a separate output.
 
 # %%
 optimizers = {
@@ -76,7 +77,7 @@ axes.set(xlabel="step", ylabel="loss (nats per image)", ylim=(15, 30))
 axes.legend()
 
 # %% [markdown]
-# The cost depends on the network: for each width d there is a d × d factor, which is inverted.
-# `experiments/optimizers` compares optimisers on larger problems. With reduce, a
-# graph network needed 54 % of the steps of tuned SGD. A small vision transformer needed 50 % of
-# the steps of tuned NAdamW.
+# The cost depends on the network: K-FAC inverts a d × d factor for each width d.
+# `experiments/optimizers` compares optimisers on larger problems. With reduce, a graph network
+# needed 54 % of the steps of tuned SGD. A small vision transformer needed 50 % of the steps of
+# tuned NAdamW.

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Weight decays learned inside Lightning's Trainer
 #
-# For users of Lightning. Your module, dataloaders and trainer stay as they are. A callback adds the
+# For users of Lightning. Your module, dataloaders and trainer do not change. A callback adds the
 # gradient of the prior before each step, maximises the marginal likelihood every few epochs, and
 # fits a posterior at the end. The three added lines end with `# (1)`, `# (2)` and `# (3)`.
 #
-# Less than a minute on one core; nothing is downloaded.
+# Less than a minute on one core. Nothing is downloaded.
 
 # %%
 import logging
@@ -26,8 +26,8 @@ warnings.filterwarnings("ignore", module="lightning")
 
 # %% [markdown]
 # ## The data
-# 300 handwritten digits for training, 200 held out for the two numbers of the calibration, and 500
-# for the test. A fifth of all labels are random, so that there is something to overfit.
+# 300 handwritten digits are for training, 200 for calibration and 500 for the test. A fifth of all
+# labels are random, so the network can overfit.
 
 # %%
 L.seed_everything(0, verbose=False)
@@ -44,7 +44,7 @@ train, held_out, test = (
 
 # %% [markdown]
 # ## The module
-# A usual module with one difference: the optimiser has no weight decay of its own.
+# This is a usual module with one difference: the optimiser has no weight decay of its own.
 
 
 # %%
@@ -71,7 +71,7 @@ class Digits(L.LightningModule):
 
 # %% [markdown]
 # ## The training
-# Once with the callback and once without it, for comparison.
+# We train once with the callback, and once without the callback for comparison.
 
 # %%
 prior = MarginalLikelihood("classification", network="net", every=6)  # (2)
@@ -96,7 +96,8 @@ plain = trained([])
 
 # %% [markdown]
 # ## What was learned
-# One weight decay per parameter tensor, and the log marginal likelihood after each update.
+# The output shows one weight decay per parameter tensor, and the log marginal likelihood after each
+# update.
 
 # %%
 names = [name for name, _ in network.named_parameters()]
@@ -106,9 +107,9 @@ print("log evidence per example:", *(f"{e / len(train):.3f}" for e in prior.lear
 
 # %% [markdown]
 # ## What it brings
-# The posterior predicts. Held-out images determine the scale of its covariance (s) and the
-# temperature of the outputs (τ). s = 0 is temperature scaling: if it is chosen, the last two rows
-# are the same.
+# The predictions are from the posterior. Held-out images determine the scale of its covariance (s)
+# and the temperature of the outputs (τ). If s is 0, the predictive is temperature scaling, and the
+# last two rows are the same.
 
 # %%
 laplace = calibrate(prior.posterior, DataLoader(held_out, 100))

@@ -2,13 +2,13 @@
 # # LoRA with calibrated uncertainty
 #
 # For anyone who fine-tunes with adapters. Low-rank adapters (LoRA) fit a pretrained network to a
-# task with few labels, and are overconfident. A Laplace approximation of the adapters alone
-# estimates how sure the network is (Yang et al. 2024, arXiv:2308.13111). It takes one line:
-# `KronLaplace(model)`.
+# task with few labels. The result is often overconfident. A Laplace approximation of only the
+# adapters estimates the uncertainty of the network (Yang et al. 2024, arXiv:2308.13111). It takes
+# one line: `KronLaplace(model)`.
 #
-# Nothing is downloaded. The text is the documentation of four installed libraries; the task is to
-# tell from one sentence which library it belongs to. Because pretrained weights would need a
-# download, a small Llama first learns to write such sentences.
+# Nothing is downloaded. The text is the documentation of four installed libraries. The task is to
+# classify a sentence by its library. Pretrained weights would need a download, so a small Llama
+# first learns to write such sentences.
 
 # %%
 import ast
@@ -32,9 +32,9 @@ LIBRARIES = ("torch", "scipy", "sklearn", "matplotlib")
 
 # %% [markdown]
 # ## Sentences
-# The first line of each docstring, as word indices. Each library has at most 600 sentences. Of
-# these, 50 with their labels train the adapters, 50 are held out for the calibration, and 100 are
-# the test set. The others, without labels, pretrain the network.
+# The sentences are the first lines of docstrings, as word indices. Each library has at most 600
+# sentences: 50 with labels to train the adapters, 50 held out for calibration, and 100 for the
+# test. The others pretrain the network, without labels.
 
 
 # %%
@@ -82,7 +82,7 @@ print({part: len(examples) for part, examples in parts.items()})
 
 # %% [markdown]
 # ## The pretrained network
-# It takes the place of the weights that you would download.
+# This network replaces the weights that you would download.
 
 # %%
 config = transformers.LlamaConfig(
@@ -103,8 +103,8 @@ print(f"pretrained to {loss:.2f} nats a word")
 
 # %% [markdown]
 # ## The adapters
-# peft as usual: adapters of queries and values and a new head are trained, everything else is
-# frozen.
+# We use peft as usual. We train adapters of queries and values, and a new head. All other
+# parameters are frozen.
 
 
 # %%
@@ -141,7 +141,7 @@ print(f"log marginal likelihood {before:.1f} -> {found.objective:.1f} nats")
 # %% [markdown]
 # ## Predictions
 # `calibrate` fits the scale of the posterior's covariance and the temperature of the outputs on
-# held-out sentences. With a scale of zero it is temperature scaling of the MAP.
+# held-out sentences. With a scale of zero, the predictive is temperature scaling of the MAP.
 
 # %%
 predictives = {
@@ -160,9 +160,9 @@ for name, predict in predictives.items():
 print(f"s = {calibration.calibration.covariance_scale:.3g}, τ of the MAP = {temperature:.3g}")
 
 # %% [markdown]
-# ## Saved and loaded
-# The folder contains the adapters, the head and the factors. The base is not saved: you provide it,
-# and another base than in the fit raises an error.
+# ## Save and load
+# The folder contains the adapters, the head and the factors. The base model is not saved. Pass the
+# same base model when you load the folder. Another base model raises an error.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A layer of your own
 #
-# For anyone whose model has a layer that marglik does not know. The example is a causal filter,
-# which applies one weight to each window of a sequence. K-FAC needs to know one thing about such
-# a layer: its inputs, position by position. A rule provides them. Both modes, the evidence, the
-# predictive and the optimiser follow. The first batch of each pass checks the rule against
+# For anyone whose model has a layer that marglik does not support. The example is a causal filter,
+# which applies one weight to each window of a sequence. K-FAC needs the inputs of such a layer at
+# each position. A rule returns these inputs. From them, marglik computes both modes, the evidence,
+# the predictive and the steps of the optimiser. The first batch of each pass compares the rule with
 # autograd.
 #
 # Seconds on one core.
@@ -48,7 +48,7 @@ class CausalFilterRule(WeightSharingRule):
 
 
 # %% [markdown]
-# ## Against brute force
+# ## Comparison with brute force
 #
 # For a linear network that averages the positions, with a Gaussian likelihood, reduce is exact and
 # expand is not. The exact block is Σ_n Jᵀ J.
@@ -74,9 +74,9 @@ for mode in ("reduce", "expand"):
     print(f"{mode}: relative error {error:.1e}")
 
 # %% [markdown]
-# ## What a wrong rule does
+# ## A wrong rule
 #
-# This rule returns the wrong inputs. The first batch finds that the layer does not multiply these.
+# This rule returns the wrong inputs. The comparison in the first batch detects this.
 
 
 # %%
@@ -96,7 +96,7 @@ except Exception as error:
 register_rule(CausalFilter)(CausalFilterRule)
 
 # %% [markdown]
-# ## A posterior with it
+# ## A posterior
 
 # %%
 model = nn.Sequential(CausalFilter(3, 8), nn.Tanh(), Mean(), nn.Linear(8, 2))

@@ -2,11 +2,11 @@
 # # Segmentation: which pixels a U-Net is unsure of
 #
 # For networks with an output at each pixel. A small U-Net marks discs in noisy images. The
-# posterior then says for each pixel how much of the doubt is noise (the image is ambiguous) and how
-# much is the network's own: too little data. Beside it is the plain alternative, the softmax of the
-# network that was trained with one weight decay. A minute on one core.
+# posterior divides the uncertainty of each pixel into two parts: noise, because the image is
+# ambiguous, and uncertainty of the network, because it has too few data. For comparison, we show
+# the softmax of a network that was trained with a single weight decay. A minute on one core.
 #
-# The images are made up. Half of them have a square region that is hidden by noise.
+# The images are artificial. In half of them, noise hides a square region.
 
 # %%
 import torch
@@ -69,8 +69,8 @@ EPOCHS = 150
 # %% [markdown]
 # ## Training
 #
-# A pass with the exact Fisher would propagate two vectors for each of the 576 pixels back. With
-# `fisher="mc"` a label is drawn at each pixel, and one vector has them all.
+# A pass with the exact Fisher would take two backward passes for each of the 576 pixels.
+# `fisher="mc"` draws a label at each pixel, and takes one backward pass for all pixels.
 
 # %%
 model = UNet()
@@ -99,8 +99,8 @@ for _ in range(EPOCHS):
 # %% [markdown]
 # ## Probabilities of pixels
 #
-# Method `linearised` samples networks, at about three forward passes each, so that the pixels'
-# covariances are never formed. Metrics are about pixels.
+# The method `linearised` samples networks instead of computing the covariances of all pixels. Each
+# sample takes about three forward passes. The metrics are means over pixels.
 
 # %%
 config = PredictiveConfig("linearised", networks=30)

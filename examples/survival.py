@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Survival: times until an event that not everyone has had yet
 #
-# For lifetimes, churn, or time to failure. Where a study ends before the event, only a lower bound
-# of its time is known: the time is censored. Likelihood `weibull` takes both. Beside it is the
-# plain alternative: a regression of log t on all times, as if each were an event's. A minute on one
-# core.
+# For lifetimes, churn, or time to failure. If a study ends before the event, only a lower bound of
+# the time is known. The time is then censored. The likelihood `weibull` supports both kinds of
+# times. For comparison, we fit a regression of log t that treats all times as times of events. A
+# minute on one core.
 #
-# The data is made up: Weibull's times of shape 2 whose scale depends on x, a study that ends after
-# one to three years.
+# The data are artificial. The times have a Weibull distribution of shape 2, with a scale that
+# depends on x. The study ends after one to three years.
 
 # %%
 import torch
@@ -45,7 +45,7 @@ print(f"{1 - y[:, 1].mean():.0%} of the times are censored")
 # %% [markdown]
 # ## Training
 #
-# The shape of `weibull` is not given, so the evidence learns it with the weight decays.
+# We pass no shape of `weibull`, so the evidence learns it together with the weight decays.
 
 
 # %%
@@ -64,12 +64,12 @@ likelihood = posterior.likelihood
 print(f"{likelihood}; the data has shape 2")
 
 # %% [markdown]
-# ## What predictions say
+# ## Predictions
 #
-# They are of log t. Metrics count a censored time with the probability of what is beyond it: half
-# of all times lie inside 50 % intervals, as far as one can know. In the plot are the medians, and
-# survival curves, with the network's uncertainty in both. The regression, which takes the end of
-# the study for events, promises too short lives.
+# The predictions are for log t. For a censored time, metrics use the predicted probability that the
+# event happens later. About half of all times lie inside 50 % intervals, as far as this can be
+# known. The plot shows medians and survival curves, with the uncertainty of the network. The
+# regression treats the end of the study as an event, so it predicts too short lives.
 
 # %%
 found = compute_metrics(*predict_all(laplace_predictive(posterior), [test]), likelihood)

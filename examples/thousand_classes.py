@@ -1,12 +1,12 @@
 # %% [markdown]
 # # A last layer of 1,000 classes
 #
-# For a classifier that is trained already, with many classes: are its probabilities honest, and
-# what do memory and time of a posterior cost? Here the posterior is of the last layer alone. Beside
-# it are the plain alternatives, the softmax and its temperature scaling, by the same held-out data.
-# Half a minute on one core.
+# For a trained classifier with many classes. This example checks whether its probabilities are
+# right, and shows the memory and time of a posterior of the last layer. For comparison, it shows
+# the softmax and its temperature scaling on the same held-out data. Half a minute on one core.
 #
-# The data is made up: 1,000 classes with eight training examples each, among 64 numbers.
+# The data are artificial: inputs of 64 numbers, and 1,000 classes with eight training examples
+# each.
 
 # %%
 import time
@@ -35,9 +35,9 @@ train, held_out, test = draw(8), draw(1), draw(2)
 loader = DataLoader(TensorDataset(*train), batch_size=250, shuffle=True)
 
 # %% [markdown]
-# ## A network as it is found
+# ## A trained network
 #
-# Trained without a posterior in mind.
+# We train a network as usual.
 
 # %%
 model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
@@ -53,9 +53,10 @@ print(f"training: {time.perf_counter() - started:.1f} s")
 # %% [markdown]
 # ## The last layer's posterior
 #
-# The full covariance of its 129,000 parameters would have 17 billion entries. The factors have two
+# The full covariance of the 129,000 parameters would have 17 billion entries. The factors have two
 # million: B (1,000 × 1,000) of the weight and of the bias, and A (128 × 128). The exact Fisher
-# would propagate 999 vectors back; with `fisher="mc"` one label is drawn for each example.
+# would take 999 backward passes. `fisher="mc"` draws one label for each example, and takes one
+# backward pass.
 
 # %%
 started = time.perf_counter()
@@ -74,10 +75,10 @@ print(
 )
 
 # %% [markdown]
-# ## Two numbers for the probabilities
+# ## Calibration
 #
-# Held-out data choose how wide the posterior is and how sharp the softmax, and the temperature that
-# the softmax alone would get.
+# Held-out data determine the scale of the posterior's covariance and the temperature. They also
+# determine the temperature for the softmax alone.
 
 # %%
 started = time.perf_counter()
@@ -86,11 +87,11 @@ s, tau = fit.calibration.covariance_scale, fit.calibration.output_temperature
 print(f"calibration: {time.perf_counter() - started:.1f} s, s = {s:.3g}, τ = {tau:.3g}")
 
 # %% [markdown]
-# ## Are the probabilities honest?
+# ## Are the probabilities right?
 #
-# On a diagonal, probabilities are what they say. The covariance between classes would take a
-# million numbers for each example, and 0.3 s. The probit approximation needs the variances alone,
-# which cost no more than the softmax (`variance_only`).
+# On the diagonal of the plot, the probabilities are right. The covariance between classes would
+# take a million numbers for each example, and 0.3 s. The probit approximation needs only the
+# variances, which cost no more than the softmax (`variance_only`).
 
 # %%
 started = time.perf_counter()
@@ -117,6 +118,6 @@ axes.set(xlabel="confidence", ylabel="share that is right")
 axes.legend()
 
 # %% [markdown]
-# The posterior as it is is far too wide. Calibrated, it is as good as temperature scaling: for
-# probabilities that one number is enough. The variances are for what a temperature cannot say, such
-# as which inputs are unlike the training data.
+# Without calibration, the posterior is far too wide. With calibration, it is as good as temperature
+# scaling. For probabilities, the temperature is therefore sufficient. Use the variances for other
+# questions, such as which inputs are unlike the training data.

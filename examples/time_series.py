@@ -1,13 +1,12 @@
 # %% [markdown]
 # # Time series: forecasts by an LSTM, with intervals
 #
-# For forecasts from short series. An LSTM reads twelve values and predicts the next one; its
-# weights are shared over time, in K-FAC's reduce mode. The noise and a weight decay per tensor are
-# learned with it. Beside it is the plain alternative: the same LSTM with a default weight decay.
-# Both have the width of their intervals from forty days that they were not trained on. Seconds on
-# one core.
+# For forecasts from short series. An LSTM reads twelve values and predicts the next one. Its
+# weights are shared over time, in the reduce mode of K-FAC. The evidence learns the noise and one
+# weight decay per tensor. For comparison, we train the same LSTM with a default weight decay. Forty
+# held-out days determine the width of the intervals of both. Seconds on one core.
 #
-# The series is made up: a weekly rhythm that grows, with noise.
+# The series is artificial: a growing weekly rhythm with noise.
 
 # %%
 import torch
@@ -52,7 +51,7 @@ class Forecast(nn.Module):
 
 
 # %% [markdown]
-# ## Training both
+# ## Train both networks
 
 # %%
 model = Forecast()
@@ -78,11 +77,11 @@ print(f"noise 0.2; learned {posterior.sigma_noise:.3f}; errors of the plain one,
       f"{errors[0]:.3f}, held out {errors[1]:.3f}")  # fmt: skip
 
 # %% [markdown]
-# ## The days that follow
+# ## Forecasts
 #
-# The plain network has fitted a part of the noise: its errors on held-out days are nearly twice
-# those on its own, and its forecasts are worse. Its intervals are all as wide; the posterior's also
-# say where the network knows little.
+# The plain network has fitted a part of the noise. Its errors on held-out days are nearly twice its
+# errors on the training days, and its forecasts are worse. All its intervals have the same width.
+# The intervals of the posterior are wider where the network is uncertain.
 
 # %%
 predictives = {

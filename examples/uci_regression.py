@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Regression with the noise learned: yacht hydrodynamics
 #
-# For regression. A network with 50 tanh units learns the resistance of yachts. The noise σ and one
-# weight decay per tensor are learned with it, without validation data. The predictive is a Gaussian
-# with the variance σ² + J Σ Jᵀ, the sum of the noise's and the posterior's.
+# For regression. A network with 50 tanh units learns the resistance of yachts. The evidence learns
+# the noise σ and one weight decay per tensor, without validation data. The predictive is a Gaussian
+# with the variance σ² + J Σ Jᵀ, the sum of the variances of the noise and of the posterior.
 #
-# The data are UCI's yacht set, its rows in `yacht.txt` in the folder that the environment variable
-# `MARGLIK_DATA` names. Without it, the data is a synthetic function of one variable. Seconds on one
-# core.
+# The data are the yacht set of UCI, in the file `yacht.txt` in the folder that the environment
+# variable `MARGLIK_DATA` names. Without this file, the data are a synthetic function of one
+# variable. Seconds on one core.
 
 # %%
 import os
@@ -44,9 +44,9 @@ print(title)
 # %% [markdown]
 # ## Training
 #
-# MacKay's fixed point sets δ = γ/‖θ‖², with γ the effective number of parameters, and σ² to the
-# remaining squared error. Start from a small σ: from a large one, the first update sees a network
-# that has not fitted, and keeps it from fitting.
+# MacKay's fixed point sets δ = γ/‖θ‖², where γ is the effective number of parameters, and σ² to the
+# remaining squared error. Start with a small σ. With a large σ, the first update explains the data
+# as noise, and the network then does not fit them.
 
 # %%
 model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.Tanh(), nn.Linear(50, 1))
@@ -64,8 +64,8 @@ print("weight decays:", *(f"{decay:.1e}" for decay in learner.weight_decays()))
 # %% [markdown]
 # ## What the posterior adds
 #
-# The same network and noise, without and with the uncertainty of the weights. 90 % intervals should
-# contain 90 % of the test targets.
+# We compare the same network and noise without and with the uncertainty of the weights. 90 %
+# intervals should contain 90 % of the test targets.
 
 # %%
 predictives = {

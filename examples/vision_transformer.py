@@ -1,13 +1,14 @@
 # %% [markdown]
 # # A vision transformer, with a mode for each layer
 #
-# For transformers, and for anyone who wants to mix modes. A vision transformer shares each weight
-# over the patches of an image and classifies the whole image once, which is K-FAC's reduce
-# setting. But reduce gives the keys' weight of softmax attention a block of zeros, because the
-# same shift of all keys changes nothing. So here attention uses expand, and the rest reduce.
+# For transformers, and for anyone who wants to use both modes in one network. A vision transformer
+# shares each weight over the patches of an image, and classifies the whole image once. This is the
+# reduce setting of K-FAC. However, the reduce block of the keys' weight in softmax attention is
+# zero, because adding the same vector to all keys changes nothing. Attention therefore uses expand
+# here, and all other layers use reduce.
 #
-# torchvision's network, unchanged, on digits of 8×8 pixels in patches of 2×2; a quarter of a minute
-# on one core.
+# The network is torchvision's, without changes. The data are digits of 8×8 pixels, in patches of
+# 2×2. A quarter of a minute on one core.
 
 # %%
 import torch
@@ -51,8 +52,8 @@ for name, decay in sorted(zip(names, decays.tolist(), strict=True), key=lambda t
 # %% [markdown]
 # ## Two modes, two blocks
 #
-# The factors of the first attention layer in both modes. Its queries, keys and values are packed in
-# one weight, and each of them has a d_out × d_out factor B, however many patches there are.
+# We compare the factors of the first attention layer in both modes. Its queries, keys and values
+# are packed in one weight. Each of them has a d_out × d_out factor B, for any number of patches.
 
 # %%
 name = next(name for name in names if "in_proj_weight" in name)
