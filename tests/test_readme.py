@@ -83,10 +83,10 @@ def test_sentences_of_the_page_of_numbers_are_those_of_the_json():
         f"{quick['first pass, reduce, mc']} on a new model, - "
         f"{quick['later pass, reduce, mc']} on a model that was checked before and has the same "
         f"structure, - {quick['batch, reduce, mc']} without a check",
-        f"ViT with the exact GGN: expand {quick['ViT, expand, exact']}, "
-        f"reduce {quick['ViT, reduce, exact']}.",
-        f"GPT with one sample per token: expand {quick['GPT, expand, mc']}, "
-        f"reduce {quick['GPT, reduce, mc']}.",
+        f"ViT with the exact GGN: expand takes {quick['ViT, expand, exact']} times the limit, "
+        f"and reduce {quick['ViT, reduce, exact']} times.",
+        f"GPT with one sample per token: expand takes {quick['GPT, expand, mc']} times the limit, "
+        f"and reduce {quick['GPT, reduce, mc']} times.",
         f"takes {quick['epoch of the online loop']} times as long as an epoch of a "
         "hand-written loop",
         f"covariances of {batch['config']['batch_size']} images take {seconds['ours']:.1f} s. "
