@@ -5,7 +5,8 @@ With ``--list``, only list the files that are out of date.
 A page marks where a part begins, and the part ends at the next mark or heading of level 1 or 2:
 
 - ``<!-- api: NAME -->``: signature and docstring of a public name, with its own public members.
-- ``<!-- help: COMMAND -->``: the output of ``marglik COMMAND --help all``.
+- ``<!-- help: COMMAND -->``: the output of ``marglik COMMAND --help all``, without the options of
+  earlier commands.
 
 `examples/notebooks/` has each example as a notebook, without outputs.
 """
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +29,10 @@ MARK = re.compile(r"<!-- (api|help): ([\w.]+) -->\n")
 PART = re.compile(MARK.pattern + r"(?:(?!<!-- (?:api|help): |##? ).*\n)*")
 WIDTH = 96
 """Columns of signatures and of the commands' help."""
+OPTION = re.compile(r"^  (?=-).*?(--[\w.]+).*\n(?:    .*\n)*", re.M)
+"""An option in the help of a command, with its name."""
+EMPTY_GROUP = re.compile(r"\n\S.*:\n(?=\n|\Z)")
+"""A group without options in the help of a command."""
 
 
 def generated() -> Iterator[tuple[Path, str]]:
@@ -44,13 +50,34 @@ def _part(match: re.Match[str]) -> str:
 
 
 def printed_help(command: str) -> str:
-    """The output of ``--help all``, as a block of text."""
+    """Return the output of ``--help all`` as a block of text.
+
+    The block leaves out options with the same text as in the help of an earlier command. A line
+    below the block names them.
+    """
+    from marglik.application.cli import COMMANDS
+
+    commands = list(COMMANDS)
+    earlier = map(_output_of_help, commands[: commands.index(command)])
+    known = {option[0] for output in earlier for option in OPTION.finditer(output)}
+    output = _output_of_help(command)
+    repeated = [option for option in OPTION.finditer(output) if option[0] in known]
+    for option in repeated:
+        output = output.replace(option[0], "", 1)
+    block = f"```text\n{EMPTY_GROUP.sub('', output)}```\n"
+    names = ", ".join(f"`{option[1]}`" for option in repeated)
+    line = fill(f"Other options, described above: {names}.", 120, break_on_hyphens=False)
+    return f"{block}\n{line}\n" if repeated else block
+
+
+@cache
+def _output_of_help(command: str) -> str:
     from marglik.application.cli import main
 
     output = io.StringIO()
     with patch.dict(os.environ, COLUMNS=str(WIDTH)), redirect_stdout(output), suppress(SystemExit):
         main([command, "--help", "all"])
-    return f"```text\n{output.getvalue()}```\n"
+    return output.getvalue()
 
 
 def notebook(example: Path) -> str:

@@ -91,9 +91,9 @@ def acquire(
             largest class probabilities. "random" draws uniform random numbers. "auto" is "epig"
             for "regression" if this is supported, and otherwise "mutual_information".
         labelled: indices, or a mask (M,), of inputs that must not be chosen.
-        joint: whether each choice accounts for the labels of the inputs chosen before, so that two
-            inputs are not chosen for the same information. The choice is greedy among the 500
-            inputs with the highest scores, with the uncertainty of all layers. It needs the
+        joint: whether each choice takes into account that the earlier choices will be labelled, so
+            that two inputs are not chosen for the same information. The choice is greedy among the
+            500 inputs with the highest scores, with the uncertainty of all layers. It needs the
             posterior and a pool in memory. For classes see `choose_by_outputs`. For regression it
             is exact and needs vectors (M, d). None chooses up to 500 inputs jointly if this is
             supported and ``layers`` selects all layers.

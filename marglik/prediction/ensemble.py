@@ -3,7 +3,7 @@
     p(y|x) = 1/K Σ_k p(y | f_k(x) / τ)
 
 One network learns the weight decays. The others replay the same weight decays over time
-(`PriorLearner.replay`). Each member costs one training, without a grid search. τ is fitted to the
+(`PriorLearner.replay`). Each member costs one run, without a grid search. τ is fitted to the
 mixture, because a mixture of separately calibrated members is underconfident. The epistemic part of
 the prediction is the disagreement of the members: the mutual information between the label and the
 member, or the variance of the means. Sources: Lakshminarayanan et al. 2017 (arXiv:1612.01474), and

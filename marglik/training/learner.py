@@ -295,9 +295,10 @@ class PriorLearner:
     def replay(self) -> "PriorLearner":
         """Return a learner that gives another network the same weight decays over time.
 
-        It trains the members of an `Ensemble`. Each member costs one training, without updates and
-        without a posterior. Starting with the final weight decays would be worse: they belong to a
-        network that fits, and can keep another one from fitting. Call it after `finish`.
+        Use it to train the members of an `Ensemble`. Each member costs one training run, without
+        updates and without a posterior. Starting with the final weight decays would be worse: they
+        belong to a network that fits the data, and can prevent another network from fitting them.
+        Call it after `finish`.
         """
         delta, sigma, likelihood = self.state.decay_history[0]
         groups = PriorGroups.from_model(self.problem.model)

@@ -55,16 +55,16 @@ class Schedule:
         steps: number of hyperparameter steps in each update. The number bounds the change in one
             update: 10 steps of Adam with step size 0.1 on log δ change a weight decay by at most a
             factor of e.
-        keep: network that the training returns. "last" returns the final network, and updates its
-            weight decays once more after the last epoch. "best" returns the parameters of the
-            update with the highest evidence, as laplace-torch's loop does. That update may be an
-            early one, because the evidence can be high before the network fits the data.
+        keep: network to return. "last" returns the final network, and updates its weight decays
+            once more after the last epoch. "best" returns the parameters of the update with the
+            highest evidence, like laplace-torch. This may be an early update, because the evidence
+            can be high before the network fits the data.
         updates: number of updates if ``every`` is None, at most one per epoch, without the final
             one. 0 keeps the initial weight decays and fits no posterior.
-        average: parameters of the network that the training returns. "last" averages the parameters
-            over the steps, with the largest weights on late steps. None (null) takes the parameters
-            of the last step. There is no average with keep="best", nor if an epoch is a single
-            step, because a full batch has no noise.
+        average: parameters of the network to return. "last" averages the parameters over the steps,
+            with the largest weights on late steps. None (null) takes the parameters of the last
+            step. There is no average with keep="best". There is also no average if an epoch is a
+            single step, because a full batch has no noise.
 
     Raises:
         ValueError: a number is too small, or an option is not supported.

@@ -105,7 +105,7 @@ class RunConfig:
         overwrite: whether to replace a run in this folder.
         members: number of networks in the ensemble. The first network learns the weight decays.
             Each other network starts from other initial parameters, and uses the learned weight
-            decays at the same epochs. Each network costs one training.
+            decays at the same epochs. Each network costs one training run.
         baseline: whether to train a plain network for comparison, with the initial weight decay, a
             cosine learning rate schedule, and no averaging of the parameters. By default it is
             trained if this takes less than 20 seconds or a quarter of the run. resume can add it

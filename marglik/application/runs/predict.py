@@ -155,9 +155,9 @@ def acquire_rows(
             parameters in nats, under the uncalibrated posterior. epig is its mean information about
             the label of another row. entropy and margin are computed from the predicted class
             probabilities. random is a random number. auto uses epig for regression.
-        joint: whether each choice accounts for the labels of the rows chosen before, so that
-            similar rows are not chosen together. It has an effect for mutual_information and epig,
-            if the network is small enough for the posterior of all layers.
+        joint: whether each choice takes into account that the earlier choices will be labelled, so
+            that similar rows are not chosen together. It has an effect for mutual_information and
+            epig, if the network is small enough for the posterior of all layers.
         model: class of the network. Pass it if it is your own class, because the folder alone must
             not choose the code that runs.
         overwrite: whether to replace an existing file.
