@@ -197,8 +197,7 @@ def fit(
     settles = is_last and options.policy.settles_noise and options.schedule.keep == "last"
     pull = None
     if steps and not is_last and problem.corrects_decays:
-        look = held_out.look_at_held_out(problem, state)
-        pull = partial(held_out.correct, problem, state, look)
+        pull = partial(held_out.correct, problem, state)
     # Step 3: compute the curvature at θ, and make K steps on the evidence.
     state.posterior = posterior = Posterior(
         problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,

@@ -12,7 +12,7 @@ gradient by its size have no such time, so f(s) = 1/s for them.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,6 @@ from kfac_backend.engine.model_calls import logits_of
 from kfac_backend.engine.task import Task
 from kfac_backend.layers.gram import Factor
 from kfac_backend.likelihoods import counted_terms, with_label_noise
-from kfac_backend.ranks import Ranks
 from marglik.eval_mode import eval_mode
 from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, fit_sharpness
@@ -57,20 +56,6 @@ LOWERING = 0.3 * 10
 """Weight of the held-out gradient relative to the evidence's, both in nats of all N examples."""
 
 
-@dataclass(frozen=True)
-class HeldOutLook:
-    """Held-out losses and gradients at the average of the parameters."""
-
-    losses: Tensor
-    """−log((1 − ε) p_τ(y) + ε/C) of each held-out term (nats), (M,), with τ and ε fitted there."""
-    rise: float
-    """z, see `rise`."""
-    gradients: list[list[Tensor]]
-    """∇V of each part of the data, one tensor for each trainable parameter; empty if not needed."""
-    parameters: list[Tensor]
-    """θ̄ of each trainable parameter."""
-
-
 # --- the held-out gradient ---
 
 
@@ -80,29 +65,32 @@ def response(spectrum: Tensor, time: float) -> Tensor:
 
 
 def displacements(
-    posterior: Posterior, parameters: list[Tensor], times: list[float]
-) -> list[Tensor | None]:
+    posterior: Posterior, parameters: Sequence[Tensor], times: list[float]
+) -> list[Tensor]:
     """Return f(H/(σ²T) + P₀) δ_g θ_g of each tensor: its shrinkage per unit of log δ_g; collective.
-
-    With several ranks each computes some of the tensors, and None stands for the others.
 
     Args:
         posterior: a fitted posterior with Kronecker factors; it gives H, δ, σ and T.
-        parameters: θ of each trainable tensor, in the posterior's order.
+        parameters: θ of each trainable tensor, in the posterior's order. They need not be the
+            parameters of the fit.
         times: h of each tensor; ∞ for a minimum.
+
+    Returns:
+        Tensors in float64, with the shapes of the parameters.
     """
-    ranks, blocks = posterior.ranks, [*posterior.fitted_factors().blocks.values()]
+    factors, ranks = posterior.fitted_factors(any_weights=True), posterior.ranks
+    blocks = [*factors.blocks.values()]
     holders = ranks.holders([not block.is_meta for block in blocks])
     owners = ranks.owners([block.cost for block in blocks], holders)
     bases = _bases([b for b, owner in zip(blocks, owners, strict=True) if owner == ranks.rank])
     scale = 1 / (posterior.sigma_noise.double().square() * posterior.temperature).item()
     deltas = posterior.precision_per_block(posterior.prior_precision).tolist()
-    moved: list[Tensor | None] = []
+    moved: list[Tensor] = []
     for block, owner, theta, delta, time in zip(
         blocks, owners, parameters, deltas, times, strict=True
     ):
         if owner != ranks.rank:
-            moved.append(None)
+            moved.append(torch.zeros_like(theta, dtype=torch.float64))
             continue
         pull = delta * theta.detach().double().flatten()
         pull[slice(*block.constants)] = 0.0  # constants have no prior
@@ -122,6 +110,7 @@ def displacements(
         V = (V if of_A is None else of_A.coordinates(V)) * values
         V = V if of_A is None else of_A.combined(V)
         moved.append((at_zero * pull + of_B.combined(V.mT).mT.reshape(-1)).view(theta.shape))
+    ranks.exchange_(zip(moved, owners, strict=True))
     return moved
 
 
@@ -162,22 +151,24 @@ def _bases(blocks: list[KroneckerBlock]) -> dict[str, tuple[Basis, Basis | None]
     plain = [block for block in blocks if not isinstance(block, CorrectedBlock)]
     factors = {id(F): (F, name) for block in plain for F, name in block.named_factors()}
     rows = {key: None if F.rows is None else F.rows.double() for key, (F, _) in factors.items()}
+    # In float64, because the evidence uses the same eigenvalues.
     solved = eigendecompositions(
         [
-            (F if (x := rows[key]) is None else Factor(x @ x.mT), name)
+            (Factor(F.matrix.double() if (x := rows[key]) is None else x @ x.mT), name)
             for key, (F, name) in factors.items()
         ],
         vectors=True,
     )
     bases: dict[int, Basis] = {}
     for (key, x), (values, vectors, clipped) in zip(rows.items(), solved, strict=True):
-        values, vectors = values.double(), vectors.double()
+        F, known = factors[key][0], values
         if x is not None:
-            F, _ = factors[key]  # the evidence has computed its eigenvalues
             zeros = values.new_zeros(*values.shape[:-1], F.shape[-1] - values.shape[-1])
-            F.eigenvalues = torch.cat([zeros, values], -1), clipped
+            known = torch.cat([zeros, values], -1)
             least = values[..., -1:] * torch.finfo(values.dtype).eps * values.shape[-1]
             vectors = vectors * values.rsqrt().where(values > least, 0.0)[..., None, :]
+        if F.eigenvalues is None:  # all ranks know them, if there are several
+            F.eigenvalues = known, clipped
         bases[key] = Basis(values, vectors, x)
     result: dict[str, tuple[Basis, Basis | None]] = {}
     for block in blocks:
@@ -190,29 +181,6 @@ def _bases(blocks: list[KroneckerBlock]) -> dict[str, tuple[Basis, Basis | None]
         assert of_B is not None
         result[block.name] = of_B, of_A
     return result
-
-
-def gradients_in_log_decays(
-    look: HeldOutLook,
-    moved: list[Tensor | None],
-    ranks: Ranks = Ranks(None),  # noqa: B008
-) -> Tensor:
-    """Return dV/d log δ of each tensor by part of the held-out data: (parts, tensors), float64.
-
-    Collective: the rank with the tensor's entry in ``moved`` computes its derivative.
-    """
-    rows = [
-        torch.stack([
-            look.parameters[0].new_zeros((), dtype=torch.float64)
-            if u is None
-            else -(g.double() * u).sum()
-            for g, u in zip(of_part, moved, strict=True)
-        ])
-        for of_part in look.gradients
-    ]  # fmt: skip
-    by_part = torch.stack(rows)
-    ranks.sum_([by_part])
-    return by_part.cpu()
 
 
 def times_left(problem: Problem, state: LearnerState) -> list[float]:
@@ -236,64 +204,81 @@ def times_left(problem: Problem, state: LearnerState) -> list[float]:
 # --- a look at the held-out data ---
 
 
-def look_at_held_out(problem: Problem, state: LearnerState) -> HeldOutLook:
-    """Return the losses of the held-out labels at the average, and their gradients; collective."""
-    model, ranks, batches = problem.model, problem.ranks, problem.held_out
-    assert batches is not None
-    parameters = list(problem.named.values())
+def derivatives_in_log_decays(
+    problem: Problem, state: LearnerState, moved: list[Tensor], temperature: float, noise: float
+) -> Tensor:
+    """Return dV/d log δ of each tensor by part of the held-out data: (parts, tensors), float64.
+
+    Collective.
+
+    Args:
+        problem: the training; its network has the parameters θ̄.
+        state: its state.
+        moved: the result of `displacements` at θ̄.
+        temperature: τ in the losses −log((1 − ε) p_τ(y) + ε/C), whose mean is V.
+        noise: ε there.
+    """
+    model, batches = problem.model, problem.held_out
+    parameters, flat = [*problem.named.values()], [u.flatten() for u in moved]
     device = parameters[0].device
-    # A loader that shuffles has the same order each time, so that losses can be compared by term.
-    with (
-        random_numbers_restored(problem.loader, batches),
-        seeded_random_numbers(model, 0),
-        averaged(problem, state),
-    ):
-        f, spread, y = outputs_and_labels(problem, state, batches)
-        likelihood = state.likelihood
-        if likelihood.has_label_noise:
-            likelihood = likelihood.replace(noise=0.0)
-        fit = fit_sharpness(HeldOut(likelihood, f, spread, y, is_sampled=True), scale=0.0)
-        temperature, noise = ranks.gather((fit.output_temperature, fit.label_noise))[0]
-        losses = _losses(f.double(), y, temperature, noise)
-        z = ranks.gather(rise_of(state.measures.best_losses, losses))[0]
-        if not (problem.options.policy.lowering or may_raise(problem, state, z)):
-            return HeldOutLook(losses, z, [], [])
-        sums = [[torch.zeros_like(p) for p in parameters] for _ in range(NUM_PARTS)]
-        counts = torch.zeros(NUM_PARTS, dtype=torch.float64)
-        with eval_mode(model), torch.enable_grad():
-            for part, x, labels in _parts(problem, state, batches):
-                x = to_device(x, device)  # a copy: a model may change its input in place
-                x = x.clone() if isinstance(x, Tensor) else deepcopy(x)
-                args, kwargs = arguments(model, x)
-                outputs = logits_of(model(*args, **kwargs))
-                counted = counted_terms(labels, likelihood)
-                outputs, labels = outputs.flatten(0, -2), labels.flatten().to(outputs.device)
-                if counted is not None:
-                    is_counted = counted.flatten().to(outputs.device)
-                    outputs, labels = outputs[is_counted], labels[is_counted]
-                value = _losses(outputs, labels, temperature, noise).sum()
-                gradients = torch.autograd.grad(value, parameters, allow_unused=True)
-                counts[part] += len(labels)
-                for total, gradient in zip(sums[part], gradients, strict=True):
-                    if gradient is not None:
-                        total += gradient
-        for of_part in sums:
-            ranks.sum_(of_part)
-        counts = torch.stack(ranks.gather(counts)).sum(0)
-        means = [
-            [total / number for total in of_part]
-            for of_part, number in zip(sums, counts.tolist(), strict=True)
-            if number
-        ]
-        return HeldOutLook(losses, z, means, [p.detach().clone() for p in parameters])
+    sums = torch.zeros(NUM_PARTS, len(moved), dtype=torch.float64, device=device)
+    counts = torch.zeros(NUM_PARTS, 1, dtype=torch.float64, device=device)
+    with eval_mode(model), torch.enable_grad():
+        for part, x, labels in _parts(problem, state, batches):
+            x = to_device(x, device)  # a copy: a model may change its input in place
+            x = x.clone() if isinstance(x, Tensor) else deepcopy(x)
+            args, kwargs = arguments(model, x)
+            outputs = logits_of(model(*args, **kwargs))
+            counted = counted_terms(labels, state.likelihood)
+            outputs, labels = outputs.flatten(0, -2), labels.flatten().to(outputs.device)
+            if counted is not None:
+                is_counted = counted.flatten().to(outputs.device)
+                outputs, labels = outputs[is_counted], labels[is_counted]
+            slopes = _slopes(outputs.detach(), labels, temperature, noise)
+            gradients = torch.autograd.grad(outputs, parameters, slopes, allow_unused=True)
+            counts[part] += len(labels)
+            sums[part] -= torch.stack([
+                u.new_zeros(()) if g is None else torch.dot(g.flatten().double(), u)
+                for g, u in zip(gradients, flat, strict=True)
+            ])  # fmt: skip
+    problem.ranks.sum_([sums, counts])
+    return (sums / counts)[counts[:, 0] > 0].cpu()
+
+
+def held_out_losses(problem: Problem, state: LearnerState) -> tuple[Tensor, float, float]:
+    """Return −log((1 − ε) p_τ(y) + ε/C) of each held-out term (nats), (M,), and τ and ε.
+
+    Collective. τ and ε are those that fit the terms best, at the network's present parameters.
+    """
+    batches = problem.held_out
+    assert batches is not None
+    f, spread, y = outputs_and_labels(problem, state, batches)
+    likelihood = state.likelihood
+    if likelihood.has_label_noise:
+        likelihood = likelihood.replace(noise=0.0)
+    fit = fit_sharpness(HeldOut(likelihood, f, spread, y, is_sampled=True), scale=0.0)
+    temperature, noise = problem.ranks.gather((fit.output_temperature, fit.label_noise))[0]
+    return _losses(f.double(), y, temperature, noise), temperature, noise
 
 
 def _losses(f: Tensor, y: Tensor, temperature: float, noise: float) -> Tensor:
-    """Return −log((1 − ε) softmax(f/τ)_y + ε/C) of each term."""
+    """Return −log((1 − ε) softmax(f/τ)_y + ε/C) of each term, (M,)."""
     log_p = (f / temperature).log_softmax(-1).gather(-1, y.long()[:, None])[:, 0]
-    return -with_label_noise(
-        log_p, torch.tensor(noise, dtype=f.dtype, device=f.device), f.shape[-1]
-    )
+    return -with_label_noise(log_p, log_p.new_tensor(noise), f.shape[-1])
+
+
+@torch.no_grad()
+def _slopes(f: Tensor, y: Tensor, temperature: float, noise: float) -> Tensor:
+    """Return the derivatives of `_losses` in f, r (p − e_y)/τ, (M, C).
+
+    p = softmax(f/τ), and r = (1 − ε) p_y / ((1 − ε) p_y + ε/C). For a small network, autograd would
+    take as long as the rest of its backward pass.
+    """
+    log_p, labels = (f / temperature).log_softmax(-1), y.long()[:, None]
+    log_p_y = log_p.gather(-1, labels)
+    log_q = with_label_noise(log_p_y, log_p_y.new_tensor(noise), f.shape[-1])
+    r = (log_p_y + math.log1p(-noise) - log_q).exp()
+    return r / temperature * log_p.exp().scatter_add_(-1, labels, -torch.ones_like(log_p_y))
 
 
 def _parts(
@@ -342,32 +327,45 @@ def may_raise(problem: Problem, state: LearnerState, z: float) -> bool:
     return limit is not None and z > OPEN and state.epoch >= total / 2
 
 
-def correct(
-    problem: Problem, state: LearnerState, look: HeldOutLook, posterior: Posterior
-) -> Tensor | None:
-    """Change the common factor. Return the pull on log δ of each group, (G,), or None.
+def correct(problem: Problem, state: LearnerState, posterior: Posterior) -> Tensor | None:
+    """Change the common factor. Return the pull on log δ of each group, (G,), or None; collective.
 
-    The pull is added to the gradient of −log evidence (nats).
+    The pull is added to the gradient of −log evidence (nats). The held-out data is evaluated at the
+    average of the parameters, and the curvature is the posterior's.
     """
-    hyper, policy, in_groups = state.hyperparameters, problem.options.policy, None
-    rises = False
-    if look.gradients:
-        with torch.no_grad():
+    hyper, policy, measures = state.hyperparameters, problem.options.policy, state.measures
+    by_part = None
+    # A loader that shuffles has the same order each time, so that losses can be compared by term.
+    with (
+        random_numbers_restored(problem.loader, problem.held_out),
+        seeded_random_numbers(problem.model, 0),
+        averaged(problem, state),
+    ):
+        # Step 1: fit τ and ε to the held-out labels, and compare their losses with the best ones.
+        losses, temperature, noise = held_out_losses(problem, state)
+        z = problem.ranks.gather(rise_of(measures.best_losses, losses))[0]
+        # Step 2: compute the derivatives of the held-out loss in the weight decays, if needed.
+        if policy.lowering or may_raise(problem, state, z):
             posterior.prior_precision = hyper.groups.per_tensor(hyper.prior_precision)
-            moved = displacements(posterior, look.parameters, times_left(problem, state))
-            by_part = gradients_in_log_decays(look, moved, problem.ranks)
+            with torch.no_grad():
+                parameters = [*problem.named.values()]
+                moved = displacements(posterior, parameters, times_left(problem, state))
+            by_part = derivatives_in_log_decays(problem, state, moved, temperature, noise)
+    # Step 3: raise the weight decays of all weights, or lower those of some tensors.
+    rises, in_groups = False, None
+    if by_part is not None:
         in_groups = torch.stack([hyper.groups.sum_over_tensors(row) for row in by_part])
         in_common = shrunk(in_groups[:, state.holds_weights(problem)].sum(1))
-        rises = may_raise(problem, state, look.rise) and in_common.item() < 0
-    move_gate(state.measures, look, policy.raise_limit if rises else None)
+        rises = may_raise(problem, state, z) and in_common.item() < 0
+    move_gate(measures, losses, z, policy.raise_limit if rises else None)
     if rises or in_groups is None or not policy.lowering:
         return None
     return LOWERING * problem.num_data * shrunk(in_groups).clamp(min=0)
 
 
-def move_gate(measures: Measures, look: HeldOutLook, limit: float | None) -> None:
-    """Raise the common factor up to a limit, or lower it for None. Store the best losses."""
-    losses, best, measures.rise = look.losses, measures.best_losses, look.rise
+def move_gate(measures: Measures, losses: Tensor, z: float, limit: float | None) -> None:
+    """Raise the common factor up to a limit, or lower it for None. Store the best losses and z."""
+    best, measures.rise = measures.best_losses, z
     if best is None or best.shape != losses.shape or losses.mean() < best.mean():
         measures.best_losses = losses
     if limit is None:

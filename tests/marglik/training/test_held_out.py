@@ -14,9 +14,8 @@ from torch.testing import assert_close
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.training import held_out
 from marglik.training.held_out import (
-    HeldOutLook,
+    derivatives_in_log_decays,
     displacements,
-    gradients_in_log_decays,
     move_gate,
     rise_of,
     shrunk,
@@ -85,10 +84,12 @@ def test_the_held_out_gradient_is_that_of_retraining(time):
     posterior.fit([(x, y)])
     leaf = theta.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(held_out_loss(leaf), leaf)
-    gradients, parameters = [[gradient[:1], gradient[1:]]], [theta[:1], theta[1:]]
-    look = HeldOutLook(torch.zeros(1), 0.0, gradients, parameters)
-    moved = displacements(posterior, look.parameters, [time, time])
-    (own,) = gradients_in_log_decays(look, moved)
+
+    def derivatives(time):
+        moved = torch.cat(displacements(posterior, [theta[:1], theta[1:]], [time, time]))
+        return -(gradient * moved).sum(1)
+
+    own = derivatives(time)
 
     def retrained(log_factor):
         deltas = DELTAS * torch.tensor(log_factor).double().exp()
@@ -106,9 +107,52 @@ def test_the_held_out_gradient_is_that_of_retraining(time):
     ]
     assert_close(own, torch.tensor(exact).double(), rtol=1e-4, atol=1e-9)
     # Negative control: the time counts.
-    another = [1.0 if time < math.inf else 0.02] * 2
-    (other,) = gradients_in_log_decays(look, displacements(posterior, look.parameters, another))
+    other = derivatives(1.0 if time < math.inf else 0.02)
     assert (other / own - 1).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("num_batches", [1, 12])
+def test_derivatives_by_part_are_those_of_autograd(num_batches):
+    """One batch is ten parts; of twelve batches, the parts 0 and 1 have two."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (24,), generator=generator)
+    y[5] = -100  # does not count
+    batches = [*zip(x.chunk(num_batches), y.chunk(num_batches), strict=True)]
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learner = PriorLearner("classification", ignore_index=-100, loss_mean_over="terms", **ON)
+    learner.start(model, optimizer, batches, 9, held_out=batches)
+    moved = [torch.randn(p.shape, generator=generator).double() for p in model.parameters()]
+    own = derivatives_in_log_decays(learner.problem, learner.state, moved, 1.7, 0.3)
+    if num_batches == 1:
+        parts = [torch.arange(i * 24 // 10, (i + 1) * 24 // 10) for i in range(10)]
+    else:
+        parts = [torch.arange(2 * i, 2 * i + 2) for i in range(10)]
+        parts[:2] = [torch.cat([part, part + 20]) for part in parts[:2]]
+
+    def exact(temperature, noise):
+        rows = []
+        for part in parts:
+            part = part[y[part] >= 0]
+            p = (model(x[part]) / temperature).softmax(-1).gather(1, y[part, None])
+            gradients = torch.autograd.grad(
+                -((1 - noise) * p + noise / 3).log().mean(), [*model.parameters()]
+            )
+            rows.append([-(g * u).sum() for g, u in zip(gradients, moved, strict=True)])
+        return torch.tensor(rows, dtype=torch.float64)
+
+    assert_close(own, exact(1.7, 0.3), rtol=1e-10, atol=1e-12)
+    assert (own / exact(1.7, 0.0) - 1).abs().max() > 0.1  # negative controls: ε and τ count
+    assert (own / exact(1.0, 0.3) - 1).abs().max() > 0.1
+
+
+def test_confidently_wrong_outputs_have_finite_derivatives():
+    """exp(−2000) is 0 in float64; the derivative at ε = 0 is still p − e_y."""
+    f, y = torch.tensor([[2000.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([1, 1])
+    slopes = held_out._slopes(f, y, 1.0, 0.0)
+    assert_close(slopes, f.softmax(-1) - torch.tensor([[0.0, 1.0], [0.0, 1.0]]).double())
+    assert held_out._slopes(f, y, 1.0, 0.1)[0].tolist() == [0, 0]  # the label counts as random
 
 
 def convolutions():
@@ -150,8 +194,7 @@ def test_the_factor_rises_to_its_limit_and_falls_by_a_tenth():
     worse, measures = best + 0.1 + noise, Measures([], [])
 
     def move(losses, limit):
-        look = HeldOutLook(losses, rise_of(measures.best_losses, losses), [], [])
-        move_gate(measures, look, limit)
+        move_gate(measures, losses, rise_of(measures.best_losses, losses), limit)
 
     move(best, None)
     assert measures.rise == 0 and measures.log_factor == 0
@@ -193,9 +236,9 @@ def test_the_factor_rises_only_where_parts_agree_that_the_loss_rose_and_would_fa
     of_weight = a + 0.1 * math.sqrt(9) * torch.tensor([1.0, -1.0] * 5).double()
     by_part = torch.stack([of_weight, torch.full((10,), 0.2).double()], 1)
     monkeypatch.setattr(held_out, "displacements", lambda *args: [])
-    monkeypatch.setattr(held_out, "gradients_in_log_decays", lambda *args: by_part)
-    look = HeldOutLook(torch.rand(16), z, [[]], [])
-    pull = held_out.correct(problem, state, look, Posterior(model, "classification"))
+    monkeypatch.setattr(held_out, "derivatives_in_log_decays", lambda *args: by_part)
+    monkeypatch.setattr(held_out, "rise_of", lambda *args: z)
+    pull = held_out.correct(problem, state, Posterior(model, "classification"))
     assert state.measures.log_factor == factor
     if not lowers:
         assert pull is None
