@@ -343,6 +343,7 @@ class Posterior:
         *,
         corrected: bool = False,
         stands_for: int | None = None,
+        repeat_proof: bool = True,
     ) -> None:
         """Compute the curvature at the model's current parameters.
 
@@ -359,6 +360,8 @@ class Posterior:
                 the exact blocks in the factors' eigenbasis; see `kfac_backend.corrected_factors`.
             stands_for: N, if the data is a random sample of M of N examples. Sums are multiplied by
                 N/M, so loss, curvature and evidence are estimates for all the data.
+            repeat_proof: whether a `curvature_pass` that has proved the model proves it again, see
+                `CurvaturePass.factors_of`.
 
         Raises:
             ValueError: corrected eigenvalues with override=False after a fit, or data added at
@@ -376,8 +379,7 @@ class Posterior:
             self.check_weights()
         if corrected:
             check_read_twice(train_loader)
-        # Results of a sample are estimates. In the end a pass over all data replaces them.
-        repeat_proof, former = stands_for is None, self.fingerprints if adds else None
+        former = self.fingerprints if adds else None
         with eval_mode(self.model):
             batches = FingerprintedBatches(train_loader, self.model, self.options)
             curvature = self._curvature_of(batches, progress_bar, repeat_proof)
@@ -447,11 +449,6 @@ class Posterior:
         return curvature_pass.factors_of(
             data, progress, self._likelihood, repeat_proof=repeat_proof, **matrix
         )
-
-    def request_proof(self) -> None:
-        """Let the next pass make its proof again, on its first batch."""
-        if self.curvature_pass is not None:
-            self.curvature_pass.driver.proof.renew()
 
     @torch.inference_mode(False)
     def restore(

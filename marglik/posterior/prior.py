@@ -364,6 +364,7 @@ def update_prior(
     steps: int = 10,
     *,
     is_sample: bool = False,
+    repeat_proof: bool = True,
     largest: Callable[[Posterior], Tensor | None] | None = None,
     settles_noise: bool = False,
     pull: Callable[[Posterior], Tensor | None] | None = None,
@@ -382,6 +383,7 @@ def update_prior(
             pass has read.
         steps: number of hyperparameter steps.
         is_sample: whether the data is a sample that stands for ``num_data`` examples.
+        repeat_proof: see `Posterior.fit`.
         largest: function from the fitted posterior to an upper bound on δ of each group, (G,); None
             means no bound, also as the returned value.
         settles_noise: whether σ ends at its fixed point, if it is learned.
@@ -399,7 +401,8 @@ def update_prior(
     """
     ranks, device, T = posterior.ranks, posterior.mean.device, posterior.temperature
     start = _now(device)
-    posterior.fit(data, progress_bar=progress, stands_for=num_data if is_sample else None)
+    stands_for = num_data if is_sample else None
+    posterior.fit(data, progress_bar=progress, stands_for=stands_for, repeat_proof=repeat_proof)
     # The weight decays T·δ/N of the steps and the evidence must use the same N.
     if num_data is not None and posterior.n_data != num_data:
         raise ValueError(

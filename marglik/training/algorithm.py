@@ -205,14 +205,12 @@ def fit(
         process_group=problem.ranks.process_group,
     )  # fmt: skip
     posterior.curvature_pass = former.curvature_pass if former else None  # it proved the model
-    if is_last:
-        posterior.request_proof()
     # Separate random numbers: the loop's must not depend on the times of updates.
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
-                hyper, posterior, data, N, steps, is_sample=is_sample, progress=problem.progress,
-                largest=largest, settles_noise=settles, pull=pull,
+                hyper, posterior, data, N, steps, is_sample=is_sample, repeat_proof=is_last,
+                largest=largest, settles_noise=settles, pull=pull, progress=problem.progress,
             )  # fmt: skip
         record |= plan._asdict() | {"num_data": N}
         if problem.corrects_decays:

@@ -307,26 +307,29 @@ class Gated(nn.Module):
         return f + self.gate * f.mean(0)
 
 
-def test_passes_over_samples_prove_once_and_the_last_one_again():
+def test_the_first_update_and_the_last_prove_the_model():
+    """Also if the last sees a sample, and the model is in train mode."""
     _, x, y = problem()
-    model = Gated().double()
-    posterior = Posterior(model, "classification")
-    posterior.fit([(x, y)], stands_for=N)
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    posterior.fit([(x, y)])
-    proved, calls[:] = len(calls), []
-    posterior.fit([(x, y)], stands_for=N)
-    assert len(calls) < proved
-    with torch.no_grad():
-        model.gate.fill_(1)
-    posterior.fit([(x, y)], stands_for=N)
-    with pytest.raises(NotImplementedError, match="rows of different examples mix"):
-        posterior.fit([(x, y)])
-    # Another structure is proved at once, of a sample, too.
+    for opens_at in (2, 4):
+        torch.manual_seed(0)
+        model = Gated().double()
+        loader = Batches(x.repeat(5, 1), y.repeat(5), 100)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        prior = PriorLearner("classification", epochs=4, every=1, rest=None)
+        training = OnlineTraining(model, optimizer, loader, prior)
+        with pytest.raises(NotImplementedError, match="rows of different examples mix"):  # noqa: PT012
+            for epoch in range(1, 5):
+                if epoch == opens_at:
+                    model.gate.fill_(1)
+                training.train_epoch()
+                end_of_epoch(prior.problem, prior.state, epoch)
+            assert prior.state.record["num_examples"] < 5 * N
+            finish(prior.problem, prior.state)
+        assert prior.state.epoch == 4  # later than the updates that did not see it
+    # Another structure is proved at once.
     model.fc.bias.requires_grad_(False)
     with pytest.raises(NotImplementedError, match="rows of different examples mix"):
-        posterior.fit([(x, y)], stands_for=N)
+        prior.state.posterior.fit([(x, y)], repeat_proof=False)
 
 
 def test_samples_take_the_modes_of_the_first_update_also_after_a_resume(monkeypatch):
