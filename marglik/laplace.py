@@ -103,7 +103,7 @@ def Laplace(  # noqa: N802  # as laplace-torch's function
         + (FullLLLaplace, KronLLLaplace, DiagLLLaplace)
         + (FullSubnetLaplace, DiagSubnetLaplace)
     )
-    by_key = {(c.subset, c.hessian_structure): c for c in classes}
+    by_key = {(c._subset, c._structure): c for c in classes}
     others: dict[str, type[ParametricLaplace]]
     others = {"all": ParametricLaplace, "last_layer": LLLaplace, "subnetwork": SubnetLaplace}
     made = by_key.get((subset_of_weights, hessian_structure)) or others[subset_of_weights]
@@ -200,8 +200,8 @@ class ParametricLaplace(Posterior):
         TypeError: a subnetwork has no ``subnetwork_indices``.
     """
 
-    subset: ClassVar[Subset] = "all"
-    hessian_structure: ClassVar[Structure] = "kron"
+    _subset: ClassVar[Subset] = "all"
+    _structure: ClassVar[Structure] = "kron"
     _adds_at_other_weights = True
 
     def __init__(
@@ -227,7 +227,7 @@ class ParametricLaplace(Posterior):
             check_option("feature_reduction", feature_reduction, FeatureReduction)
         self._whole, self._last = None, ""
         shared, indices = model, None
-        if self.subset == "last_layer":
+        if self._subset == "last_layer":
             listed = trainable_layers(model)
             if not listed:
                 raise ValueError(
@@ -237,7 +237,7 @@ class ParametricLaplace(Posterior):
             self._whole = model if last_layer_name is None else None
             self._last = last_layer_name or listed[-1]
             shared = _with_others_frozen(model, [self._last])
-        elif self.subset == "subnetwork":
+        elif self._subset == "subnetwork":
             names = subnetwork_indices
             if isinstance(names, tuple) and not names:
                 raise TypeError(
@@ -262,13 +262,13 @@ class ParametricLaplace(Posterior):
         for name, value in numbers.items():
             if isinstance(value, str | CurvatureOptions):
                 raise ValueError(f"{name}={value!r} is not supported. Pass a number or a tensor.")
-        self.is_reward = likelihood == "reward_modeling"
+        self._is_reward = likelihood == "reward_modeling"
         of_backend = fisher_of_backend(backend, backend_kwargs or {})
         super().__init__(
             shared,
-            "classification" if self.is_reward else likelihood,
+            "classification" if self._is_reward else likelihood,
             options,
-            structure=structure or self.hessian_structure,
+            structure=structure or self._structure,
             indices=indices,
             temperature=temperature,
             enable_backprop=enable_backprop,
@@ -309,9 +309,9 @@ class ParametricLaplace(Posterior):
         """Weights that have a posterior, as plain data, for `save_posterior`."""
         last = self._last.replace("_orig_mod.", "")  # the name without torch.compile
         return {
-            "subset_of_weights": self.subset,
+            "subset_of_weights": self._subset,
             "last_layer_name": last,
-            "is_reward": self.is_reward,
+            "is_reward": self._is_reward,
         }
 
     # Parts of the posterior, under their names in laplace-torch.
@@ -682,14 +682,14 @@ class ParametricLaplace(Posterior):
         link_approx = _checked_link(pred_type, link_approx)
         options = pred_type, joint, link_approx, n_samples, diagonal_output, generator
         with torch.set_grad_enabled(self.enable_backprop and torch.is_grad_enabled()):
-            predicts_numbers = self._predicts_numbers and not (fitting and self.is_reward)
+            predicts_numbers = self._predicts_numbers and not (fitting and self._is_reward)
             return self._predict(x, *options, predicts_numbers=predicts_numbers)
 
     predictive = __call__
 
     @property
     def _predicts_numbers(self) -> bool:
-        return self.likelihood.name == "regression" or self.is_reward
+        return self.likelihood.name == "regression" or self._is_reward
 
     def _predict(
         self,
@@ -805,7 +805,7 @@ class ParametricLaplace(Posterior):
 class FullLaplace(ParametricLaplace):
     """Laplace approximation of all weights, with the whole GGN."""
 
-    hessian_structure = "full"
+    _structure = "full"
 
 
 class KronLaplace(ParametricLaplace):
@@ -815,26 +815,26 @@ class KronLaplace(ParametricLaplace):
 class DiagLaplace(ParametricLaplace):
     """Laplace approximation of all weights, with the GGN's diagonal."""
 
-    hessian_structure = "diag"
+    _structure = "diag"
 
 
 class LowRankLaplace(ParametricLaplace):
     """Laplace approximation of all weights, with the GGN's largest eigenpairs."""
 
-    hessian_structure = "lowrank"
+    _structure = "lowrank"
 
 
 class LLLaplace(ParametricLaplace):
     """Laplace approximation of the last layer."""
 
-    subset = "last_layer"
+    _subset = "last_layer"
     _adds_at_other_weights = False  # curvatures for different features must not be added
 
 
 class FullLLLaplace(LLLaplace):
     """Laplace approximation of the last layer, with its whole GGN."""
 
-    hessian_structure = "full"
+    _structure = "full"
 
 
 class KronLLLaplace(LLLaplace):
@@ -844,13 +844,13 @@ class KronLLLaplace(LLLaplace):
 class DiagLLLaplace(LLLaplace):
     """Laplace approximation of the last layer, with the GGN's diagonal."""
 
-    hessian_structure = "diag"
+    _structure = "diag"
 
 
 class SubnetLaplace(ParametricLaplace):
     """Laplace approximation of a subnetwork."""
 
-    subset = "subnetwork"
+    _subset = "subnetwork"
     _adds_at_other_weights = False
 
     @property
@@ -873,13 +873,13 @@ class SubnetLaplace(ParametricLaplace):
 class FullSubnetLaplace(SubnetLaplace):
     """Laplace approximation of a subnetwork, with its whole GGN."""
 
-    hessian_structure = "full"
+    _structure = "full"
 
 
 class DiagSubnetLaplace(SubnetLaplace):
     """Laplace approximation of a subnetwork, with the GGN's diagonal."""
 
-    hessian_structure = "diag"
+    _structure = "diag"
 
 
 def _checked_link(pred_type: str, link_approx: str | None) -> str:

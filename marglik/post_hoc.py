@@ -85,7 +85,7 @@ def maximize_evidence(
     def objective(values: np.ndarray) -> tuple[float, np.ndarray]:
         v = torch.tensor(values, device=logs.device, requires_grad=True)
         deltas = groups.per_tensor(v[: len(groups.names)].exp())
-        delta = laplace.precision_per_block(laplace.precision_per_tensor(deltas))
+        delta = deltas.to(terms.squared_norms)[terms.tensors]
         sigma = v[-1].exp() if learns_noise else laplace.sigma_noise
         value = -terms.log_marginal_likelihood(delta, sigma, laplace.temperature)
         (gradient,) = torch.autograd.grad(value, v)
@@ -103,7 +103,12 @@ def maximize_evidence(
         )
     values = torch.tensor(minimum.x, device=logs.device).exp()
     delta = values[: len(groups.names)]
-    laplace.prior_precision = laplace.precision_per_tensor(groups.per_tensor(delta))
+    delta_per_tensor = groups.per_tensor(delta)
+    # With as many parameters as tensors, δ has one value per parameter.
+    has_as_many = laplace.n_layers in (len(laplace.indices), laplace.n_params)
+    if laplace.structure != "kron" and has_as_many:
+        delta_per_tensor = delta_per_tensor[terms.tensors]
+    laplace.prior_precision = delta_per_tensor
     if learns_noise:
         laplace.sigma_noise = values[-1]
     return PriorFit(groups.summary(delta), laplace.sigma_noise.item(), -minimum.fun)

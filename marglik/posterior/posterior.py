@@ -131,7 +131,7 @@ class Posterior:
         if structure != "kron":
             check_whole(model, f"structure {structure!r}")
         self.structure: Structure = structure
-        self.rank, self.enable_backprop = rank, enable_backprop
+        self._rank, self.enable_backprop = rank, enable_backprop
         self.ranks = Ranks(process_group)
         """The ranks that fit together."""
         self.model = model
@@ -424,7 +424,7 @@ class Posterior:
                 self._likelihood,
                 self.options,
                 structure=self.structure,
-                rank=self.rank,
+                rank=self._rank,
                 indices=self.indices.to(self._device),
                 ranks=self.ranks,
                 generator=self.generator,
@@ -509,7 +509,7 @@ class Posterior:
         self.model.to(device, dtype)
         self.mean = self.mean.to(self._device, dtype)
         if self._fitted:
-            self._fitted.move(self.model, self.named(self.mean))
+            self._fitted.move(self.model, self._named(self.mean))
         for name in ("_prior_precision", "_sigma_noise"):
             setattr(self, name, getattr(self, name).to(self._device, self._wide_dtype))
         self._prior_mean = self._prior_mean.to(self.mean)
@@ -529,7 +529,7 @@ class Posterior:
         named = trainable_parameters(self.model)
         if not is_sharded(self.model):
             self.mean = parameter_vector(named.values()).detach()
-            self._fitted = FittedWeights(self.model, self.named(self.mean))
+            self._fitted = FittedWeights(self.model, self._named(self.mean))
             return
         assert isinstance(curvature, KroneckerFactors)
         parts = {name: local_part(p).clone() for name, p in named.items()}
@@ -654,13 +654,6 @@ class Posterior:
             each = delta.new_zeros(sum(self._sizes))
             return each.index_put((self.indices.to(self._device),), delta)[indices]
         return delta.expand(self.n_layers)[self._tensor_of(indices)]
-
-    def precision_per_tensor(self, delta: Tensor) -> Tensor:
-        """Return δ of each tensor from `prior_precision`, which may have a value per parameter."""
-        is_ambiguous = self.n_layers in (len(self.indices), self.n_params)
-        if self.structure == "kron" or not is_ambiguous:
-            return delta
-        return delta[self._tensor_of(self._ggn_indices())]
 
     def _ggn_indices(self) -> Tensor:
         """Return indices of the parameters with a posterior; from Jacobians without padding."""
@@ -914,7 +907,7 @@ class Posterior:
             ValueError: the network has other weights.
         """
         self.check_weights()
-        changes = self.named(samples - at_least_float32(self.mean.detach()))
+        changes = self._named(samples - at_least_float32(self.mean.detach()))
         with eval_mode(self.model):
             return linearised_outputs(self.model, changes, x)
 
@@ -927,12 +920,12 @@ class Posterior:
         """
         check_whole(self.model, "The network at other parameters")
         x = to_device(x, self._device)
-        named = zip(self.named(samples).items(), self.params, strict=True)
+        named = zip(self._named(samples).items(), self.params, strict=True)
         values = {name: value.to(p.dtype) for (name, value), p in named}  # (S, *shape)
         with eval_mode(self.model):
             return at_least_float32(call_with_each(self.model, values, x))
 
-    def named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
+    def _named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
         """Return parameter vectors as tensors in the shapes of the parameters, by name."""
         named = trainable_parameters(self.model)
         parts = vectors.split([p.numel() for p in named.values()], -1)

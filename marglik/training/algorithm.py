@@ -128,7 +128,11 @@ def penalty(
     decays = decay_policy.stable_decays(problem, state, part)
     prior_scale = state.gradient_scale * scale
     value = add_penalty(part.parameters, decays, prior_scale, part.padding, with_value=with_value)
-    decay_policy.limit_gradients(problem, state, part, scale)  # Step 4: limit the whole norm.
+    # Step 4: limit the norm of all gradients, from the eleventh step.
+    if (clip := problem.options.policy.clip) is not None:
+        clip = clip if state.steps[index] > decay_policy.OBSERVED_STEPS else None
+        norms = state.measures.gradient_norms
+        norms[index] = decay_policy.clip_gradients(part.parameters, norms[index], clip, scale)
     # Step 5: average θ of the previous step, after the operations whose gradients are in the cache.
     if average is not None:
         average.begin_step()

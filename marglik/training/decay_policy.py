@@ -151,22 +151,6 @@ def stable_decays(problem: Problem, state: LearnerState, part: Part) -> list[flo
     return list(map(min, decays, largest))
 
 
-def limit_gradients(
-    problem: Problem, state: LearnerState, part: Part, scale: Tensor | float
-) -> None:
-    """Limit the common norm of an optimiser's gradients, see ``clip``."""
-    clip, measures = problem.options.policy.clip, state.measures
-    if clip is None:
-        return
-    after_start = state.steps[part.index] > OBSERVED_STEPS
-    measures.gradient_norms[part.index] = clip_gradients(
-        part.parameters,
-        measures.gradient_norms[part.index],
-        clip if after_start else None,
-        scale,
-    )
-
-
 # --- after an update ---
 
 
