@@ -95,7 +95,7 @@ def vocabulary(config: Config, tied: bool, mode: Mode) -> dict[str, Any]:
         return curvature.factors()
 
     work = {
-        "limit": language_limit(model(), x, part=1),  # in a cache, as the pass does it
+        "limit": language_limit(model(), x, part=config.sequences),
         "training step": training_step(model(), x, y),
         "pass": batch,
     }
