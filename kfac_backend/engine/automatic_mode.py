@@ -117,10 +117,8 @@ class BlockTraces(Sink):
 
     def gradient(self, tracked: TrackedLayer, use: Use, b: Tensor) -> None:
         """Add one use's traces."""
-        rows_are_hidden = use.rows is not None and use.rows.of_positions
-        if not issubclass(tracked.rule, WeightSharingRule):
-            return
-        if use.rows is not None and not rows_are_hidden:
+        is_declared = use.rows is not None and not use.rows.of_positions
+        if is_declared or not issubclass(tracked.rule, WeightSharingRule):
             return
         rule = tracked.rule(tracked.layer, "expand", tracked.parameters)
         if "weight" not in rule.names:

@@ -65,8 +65,8 @@ class Search:
         x, counted = self._batches[0]
         return compare(self.model, assignment, x, counted)
 
-    def run(self, assignment: RuleAssignment) -> tuple[RuleAssignment, Comparison]:
-        """Return the assignment that passes the check, and its comparison, or raise an error.
+    def run(self, assignment: RuleAssignment) -> Comparison:
+        """Return the comparison of an assignment that passes the check, or raise an error.
 
         A `Refusal` names parameters for which no candidate passes.
         """
@@ -90,13 +90,14 @@ class Search:
         # Step 2: try the other candidates.
         for candidate in CANDIDATES:
             # With one example, all examples may share a single row.
-            is_open = self.N == 1 or comparison.unknown or assignment.unknown
+            is_open = self.N == 1 or comparison.unknown or comparison.assignment.unknown
             if comparison.is_finite and (is_open or not comparison.agrees):
-                assignment, comparison = candidate(self, assignment, comparison)
+                comparison = candidate(self, comparison)
         if not comparison.is_finite:
-            return assignment, comparison
+            return comparison
         if not comparison.agrees:
             raise_mixed(comparison)
+        assignment = comparison.assignment
         for x, counted in self._batches[1:]:
             raise_mixed(compare(self.model, assignment, x, counted))
         # Step 3: report layers that did not run, and find embedding rows that are constants.
@@ -117,28 +118,28 @@ class Search:
             from kfac_backend.engine.operations.padding import padding_rows
 
             assignment = replace(assignment, padding=padding_rows(self.model, self.few))
-        return assignment, comparison
+        comparison.assignment = assignment
+        return comparison
 
-    def again(self, assignment: RuleAssignment) -> tuple[RuleAssignment, Comparison]:
-        """Return the same assignment if it passes the check, otherwise raise an error."""
+    def again(self, assignment: RuleAssignment) -> Comparison:
+        """Return the comparison if the assignment passes the check, otherwise raise an error."""
         comparison = self.check(assignment)
         if comparison.is_finite:
             raise_mixed(comparison)
             if comparison.is_other_output:
                 raise NotImplementedError(no_copies(_own_names(assignment))) from comparison.error
-            for message in self._messages(assignment, comparison).values():
+            for message in self._messages(comparison).values():
                 raise NotImplementedError(message)
-        return assignment, comparison
+        return comparison
 
-    def other_rules(
-        self, assignment: RuleAssignment, comparison: Comparison
-    ) -> tuple[RuleAssignment, Comparison]:
+    def other_rules(self, comparison: Comparison) -> Comparison:
         """Try candidate 1: the rules for derived layers that compute the same along other axes."""
         # If no rule is right for a layer, the last one stays, and candidate 3 follows its
         # parameters.
-        number = max((len(t.rule.alternatives) for t in assignment.layers), default=0)
-        alternatives = [t.rule.alternatives for t in assignment.layers]
+        alternatives = [t.rule.alternatives for t in comparison.assignment.layers]
+        number = max(map(len, alternatives), default=0)
         for k in range(number if comparison.wrong else 0):
+            assignment = comparison.assignment
             layers = [
                 replace(t, rule=rules[k])
                 if rules[k:] and comparison.wrong.keys() & set(t.parameters.values())
@@ -147,23 +148,18 @@ class Search:
             ]
             if layers == assignment.layers:
                 break
-            assignment = replace(assignment, layers=layers)
-            comparison = self.check(assignment)
-        return assignment, comparison
+            comparison = self.check(replace(assignment, layers=layers))
+        return comparison
 
-    def other_runs(
-        self, assignment: RuleAssignment, comparison: Comparison
-    ) -> tuple[RuleAssignment, Comparison]:
+    def other_runs(self, comparison: Comparison) -> Comparison:
         """Try candidates 2: runs on a shared input, on several rows each, and on constants."""
         if self.N is not None and (self.N == 1 or comparison.unknown or comparison.mixed):
-            return self._shared_or_consecutive(assignment, comparison)
+            return self._shared_or_consecutive(comparison)
         if comparison.runs.constants():
-            assignment = _with_runs(assignment, comparison.runs.kinds())
-        return assignment, comparison
+            comparison.assignment = comparison.assignment.with_runs(comparison.runs.kinds())
+        return comparison
 
-    def _shared_or_consecutive(
-        self, assignment: RuleAssignment, comparison: Comparison
-    ) -> tuple[RuleAssignment, Comparison]:
+    def _shared_or_consecutive(self, comparison: Comparison) -> Comparison:
         """Derive the kinds of runs from input shapes with one example, and with it repeated.
 
         - An input that all examples share, such as a position embedding, has the same shape both
@@ -178,7 +174,7 @@ class Search:
             # The same example twice, because sizes that depend on values (routing) then agree.
             for index in ([0, 0], [0]):
                 some, inputs = examples(self.few, torch.tensor(index)), _InputShapes()
-                with Capture(self.model, assignment, inputs) as capture:
+                with Capture(self.model, comparison.assignment, inputs) as capture:
                     with forked_random_numbers(self.model):
                         f = capture.forward(some)
                     if len(index) == 1:
@@ -189,7 +185,8 @@ class Search:
 
         result = try_twice(trial)
         if isinstance(result, Exception):  # a model that needs a whole batch
-            return _with_runs(assignment, comparison.runs.kinds()), comparison
+            comparison.assignment = comparison.assignment.with_runs(comparison.runs.kinds())
+            return comparison
         kinds, (shapes_of_two, shapes) = result
         shared: dict[tuple[TrackedLayer, int], torch.Size] = {}
         for tracked, sizes in shapes.items():
@@ -203,7 +200,7 @@ class Search:
                 elif len(shape) and shape[0] > 1 and twice[0] == 2 * shape[0]:
                     kinds[tracked][number] = "consecutive"
         if all(set(of_layer) == {"examples"} for of_layer in kinds.values()) and not shared:
-            return assignment, comparison
+            return comparison
         # A first axis of size one may be a batch axis or an axis with a single position. The size
         # does not distinguish them, so try both: the wrong one changes the model's output.
         names = {name for tracked, _ in shared for name in tracked.parameters.values()}
@@ -211,21 +208,19 @@ class Search:
             for (tracked, number), shape in shared.items():
                 with_first = first and len(shape) > 0 and shape[0] == 1
                 kinds[tracked][number] = SharedAxes(with_first, len(shape))
-            tried, compared = self._consecutive_where_right(_with_runs(assignment, kinds))
+            compared = self._consecutive_where_right(comparison.assignment.with_runs(kinds))
             is_mixed = any(names & set(t.parameters.values()) for t in compared.mixed)
             if not (compared.is_other_output or is_mixed or names & compared.wrong.keys()):
-                return tried, compared
+                return compared
         # Neither fits, for example a table that is indexed before it is added to the examples.
         for tracked, number in shared:
             kinds[tracked][number] = "followed"
-        assignment = _with_runs(assignment, kinds)
+        comparison.assignment = comparison.assignment.with_runs(kinds)
         # If anything is shared, `followed` makes the comparison.
-        return (assignment, comparison) if shared else self._consecutive_where_right(assignment)
+        return comparison if shared else self._consecutive_where_right(comparison.assignment)
 
-    def _consecutive_where_right(
-        self, assignment: RuleAssignment
-    ) -> tuple[RuleAssignment, Comparison]:
-        """Return the assignment without wrong guesses of "consecutive" rows."""
+    def _consecutive_where_right(self, assignment: RuleAssignment) -> Comparison:
+        """Return the comparison without wrong guesses of "consecutive" rows."""
         while True:
             comparison = self.check(assignment)
             runs = dict(assignment.runs)
@@ -240,20 +235,19 @@ class Search:
                                 for kind in runs[t.layer]
                             )
             if runs == assignment.runs:
-                return assignment, comparison
+                return comparison
             assignment = replace(assignment, runs=runs)
 
-    def followed(
-        self, assignment: RuleAssignment, comparison: Comparison
-    ) -> tuple[RuleAssignment, Comparison]:
+    def followed(self, comparison: Comparison) -> Comparison:
         """Try candidates 3: follow parameters and shared outputs operation by operation."""
+        assignment = comparison.assignment
         shared = _shared_outputs(assignment)
-        wrong = self._messages(assignment, comparison)
+        wrong = self._messages(comparison)
         own = [name for name in _own_names(assignment) if name in wrong]
         if own:
             raise Refusal({name: wrong[name] for name in own})
         if not (wrong or shared or assignment.unknown):
-            return assignment, comparison
+            return comparison
         if self.N is None:  # following needs a run with one example and a run with two
             raise Refusal({**assignment.unknown, **wrong})
         # Import only if there is something to follow.
@@ -272,30 +266,30 @@ class Search:
             messages = {**wrong, **{n: e for n, e in tried.unknown.items() if n not in wrong}}
             try:
                 tried = follow(self.model, tried, self.few, messages, shared)
-                tried, compared = self._consecutive_where_right(tried)
+                compared = self._consecutive_where_right(tried)
                 if not compared.is_finite:
-                    return tried, compared
+                    return compared
                 every = {**messages, **shared}
                 wrong_now = {name: every[name] for name in compared.wrong if name in every}
                 if compared.is_other_output or wrong_now:
                     raise Refusal(wrong_now or every) from compared.error
                 if compared.wrong:
-                    raise Refusal(self._messages(tried, compared))
+                    raise Refusal(self._messages(compared))
                 if compared.runs.constants():
-                    tried = _with_runs(tried, compared.runs.kinds())
-                return tried, compared
+                    compared.assignment = compared.assignment.with_runs(compared.runs.kinds())
+                return compared
             except Refusal as refusal:
                 refusals.append(refusal)
         raise refusals[0]
 
-    def _messages(self, assignment: RuleAssignment, comparison: Comparison) -> dict[str, str]:
+    def _messages(self, comparison: Comparison) -> dict[str, str]:
         """Return the error message of each parameter with wrong gradients, for a failed follow.
 
         Raises:
             NotImplementedError: the user registered the parameter's rule for this very class.
         """
         messages = {}
-        for t in assignment.all:
+        for t in comparison.assignment.all:
             for name in t.parameters.values():
                 if name not in comparison.wrong or name in messages:
                     continue
@@ -354,8 +348,6 @@ def _own_names(assignment: RuleAssignment) -> list[str]:
 
 def _without_layers(assignment: RuleAssignment, layers: list[TrackedLayer]) -> RuleAssignment:
     """Return the assignment that follows these layers' parameters operation by operation."""
-    if not layers:
-        return assignment
     unknown = {
         name: (
             f"Layer {t} computes something other than its class {t.layer_type.__name__}, so the "
@@ -387,8 +379,6 @@ def _shared_outputs(assignment: RuleAssignment) -> dict[str, str]:
 def check_parts(model: nn.Module, assignment: RuleAssignment, x: Any) -> None:
     """Raise a `Refusal` that names a layer whose parts compute something else than its forward."""
     divided = [d for d in assignment.divided if d.by_parts.is_checked]
-    if not divided:
-        return
     names = {id(p): name for name, p in model.named_parameters()}
     of_rules = {name for t in assignment.all for name in t.parameters.values()}  # those with a rule
     messages = {
@@ -456,12 +446,6 @@ class _InputShapes(Sink):
         shape = use.a.shape if use.rows is None else use.rows.axes + use.a.shape[1:]
         counted = None if declared or not use.a.numel() else torch.Size(shape)
         self.shapes.setdefault(tracked, []).append(counted)
-
-
-def _with_runs(assignment: RuleAssignment, runs: dict[TrackedLayer, list[Run]]) -> RuleAssignment:
-    """Return the assignment with the runs of layers that have kinds other than "examples"."""
-    others = {t.layer: tuple(kinds) for t, kinds in runs.items() if set(kinds) != {"examples"}}
-    return replace(assignment, runs=others)
 
 
 def no_copies(names: list[str]) -> str:

@@ -222,7 +222,6 @@ class Capture:
         self.assignment = assignment
         self.sink = Sink() if sink is None else sink
         self.arithmetic = arithmetic
-        """Factory of the context in which the sink works."""
         self._constants = dict(constants or {})
         self._follows = bool(assignment.operations.names) or any(
             "followed" in kinds for kinds in assignment.runs.values()
@@ -235,13 +234,11 @@ class Capture:
         """Whether gradients are reported, whoever propagates them. The hooks stay on the graph,
         which the training's own backward pass uses, too."""
         self.runs = Runs()
-        """The layers' runs in the forward pass."""
         self._sources: list[Any] = []  # ends of backward passes: leaves, or edges of a kept graph
         self._idle: dict[str, Tensor] = {}  # the first sources
         # The nodes of tracked outputs and of leaves so far. `requires_grad` does not show whether a
         # tensor depends on a source: see `_reach`.
         self._nodes: set[Node] = set()
-        self._runs_backward = False  # whether a backward pass has begun
 
     def __enter__(self) -> Self:
         before = self.before if self._follows else None
@@ -281,6 +278,8 @@ class Capture:
                 f = call_with(self.model, self._constants | copies | watched | self._idle, x)
         if self.assignment.runs:
             self.runs.check_number(self.assignment)
+        # In the backward passes no layer may run again.
+        self._hooks.enter_context(layer_hooks(self.assignment, before=_refuse_another_run))
         return f
 
     def begin(self, x: Any) -> dict[str, Tensor]:
@@ -324,13 +323,8 @@ class Capture:
         """Propagate each vector (in the shape of f) back; return the last one's leaf gradients."""
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         self.listens = True
-        # In training all hooks are already removed.
-        if not (self._runs_backward or self.sink.in_training):
-            self._hooks.enter_context(layer_hooks(self.assignment, before=_refuse_another_run))
-            self._runs_backward = True
-        # Ask autograd only for the gradients of the sources. So it computes no weight gradients,
-        # and stops at the first tracked layers. The hooks receive the gradients of all later
-        # outputs on the way. Hooks have also reported the returned gradients of the sources.
+        # The hooks receive the gradients of all outputs on the way to the sources. They have also
+        # reported the returned gradients of the sources.
         ends = [*leaves, *self._sources]
         if not (f.requires_grad and ends):
             # The output depends on no tracked layer, or no tracked layer has run.
@@ -479,7 +473,6 @@ class Capture:
             output = (
                 torch.ops.aten._unsafe_view(output, output.shape) if is_linear else output.clone()
             )
-        # A first layer's output becomes a source. The graph leads to later ones.
         output = self._reach(output)
         # Autograd checks the versions of the tensors that it keeps. Without weight gradients it
         # keeps no layer inputs, so detect an input that was modified in place here.

@@ -64,6 +64,8 @@ class _Gradients(Sink):
 class Comparison:
     """Result of a check."""
 
+    assignment: RuleAssignment
+    """The assignment that was checked, or a completed one."""
     runs: Runs = field(default_factory=Runs)
     """Runs of the layers."""
     output_dim: int = 0
@@ -161,8 +163,9 @@ def compare(
             if isinstance(f, NotImplementedError):
                 raise f
             if isinstance(f, Exception):
-                return Comparison(is_other_output=True, error=f)
-            comparison = Comparison(capture.runs, f.dim(), mixed=[*capture.runs.not_divisible])
+                return Comparison(assignment, is_other_output=True, error=f)
+            runs = capture.runs
+            comparison = Comparison(assignment, runs, f.dim(), mixed=[*runs.not_divisible])
             if expected is not None and not close(expected.detach(), f.detach(), used.tolerance):
                 comparison.is_other_output = True
             else:

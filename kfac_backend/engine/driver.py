@@ -159,7 +159,6 @@ class Driver:
         self.kfac_approx: KfacApprox = options.kfac_approx
         """Mode of the layers; no longer "auto" after the first batch."""
         self.sink = sink or Sink()
-        """Receives the layers' inputs and gradients."""
         self.sharded: ShardedPass | None = None
         """Steps that ranks with a sharded model make together; None for a whole model."""
         self.start()
@@ -276,10 +275,7 @@ class Driver:
     # ---- One batch, step by step.
 
     def capture(self) -> Capture:
-        """Return a context that passes the layers' inputs and gradients of one batch to the sink.
-
-        The first batch of a pass also starts the sink.
-        """
+        """Return a context that passes a batch's layer inputs and gradients to the sink."""
         proof, in_training = self.proof, self.sink.in_training
         if self.state.constants is None:
             self.sink.start(proof.assignment, self.kfac_approx)

@@ -391,8 +391,6 @@ def close(expected: Tensor, actual: Tensor, tolerance: float = 0.0) -> bool:
     """
     if expected.shape != actual.shape:
         return False
-    if expected.is_sparse or actual.is_sparse:
-        expected, actual = expected.to_dense(), actual.to_dense()
     if expected.dtype == actual.dtype and torch.equal(expected, actual):
         return True
     if not torch.isfinite(expected).all():

@@ -91,7 +91,7 @@ class Proof:
         """
         if num_examples(x) != N:
             N = None  # the targets do not match the examples
-        assignment, stage = self.assignment, self._num_examples
+        stage = self._num_examples
         comparison = None if self._structure is None else self._again(x, N, counted)
         if comparison is None:
             self._structure = None
@@ -106,14 +106,14 @@ class Proof:
                 with forked_random_numbers(self._model):
                     while comparison is None:  # each refusal removes parameters or raises
                         try:
-                            assignment, comparison = run(self.assignment)
+                            comparison = run(self.assignment)
                         except Refusal as refusal:
                             self._give_up(refusal)
             except NotImplementedError:
                 check_inputs(x)  # NaN spreads to all rows, which looks like mixed examples
                 raise
         # Assign only now, so that a failed check leaves the assignment unchanged.
-        self.assignment, self.output_dim = assignment, comparison.output_dim
+        self.assignment, self.output_dim = comparison.assignment, comparison.output_dim
         if comparison.is_finite:
             self._num_examples = 1 if N == 1 else 2
             self.masked, self.rows = comparison.runs.masked, comparison.runs.rows

@@ -72,15 +72,14 @@ class DividedLayer:
     parts: Mapping[str, LinearPart]
 
 
-OperationKind = int | tuple[TrackedLayer, ...] | Literal["computed", "refused"]
+OperationKind = int | tuple[TrackedLayer, ...] | Literal["computed"]
 """Kind of an operation on parameters.
 
 - an integer: the operation runs row by row, with a copy of the parameters for each row. The integer
   is the output's axis of rows, counted from the end;
 - layers: the operation is a run of that layer. Several layers are the matrices of a stack, by
   number;
-- "computed": the operation uses parameters alone;
-- "refused": the operation cannot be followed.
+- "computed": the operation uses parameters alone.
 """
 
 
@@ -170,6 +169,11 @@ class RuleAssignment:
                 "(register_rule)."
             )
         return replace(self.without(names), names=remaining)
+
+    def with_runs(self, runs: Mapping[TrackedLayer, list[Run]]) -> "RuleAssignment":
+        """Return the assignment with the runs of layers that have kinds other than "examples"."""
+        others = {t.layer: tuple(kinds) for t, kinds in runs.items() if set(kinds) != {"examples"}}
+        return replace(self, runs=others)
 
 
 class Refusal(NotImplementedError):

@@ -172,7 +172,6 @@ class ClassifyOperations(Follower):
                 raise
             why = f"is used by {call}, which does not support one copy per example"
             why = str(error) if isinstance(error, Refused) else why
-            self._operations.kinds[call.key] = "refused"
             self.refused |= {name: why for e in call.expressions for name in e.names}
             return call.run() if changed is None else expected
 

@@ -158,7 +158,9 @@ class Follower(TorchFunctionMode):
         """Replacements of the parameters, with which the model must be called."""
         for name, value in self.values.items():
             key = self._operations.key(name)
-            self._add_expression(value, leaves[name], key, {name: leaves[name]})
+            self._expressions[id(value)] = Expression(
+                value, leaves[name], key, {name: leaves[name]}
+            )
             self._roots[id(value)] = name
         # Runs on inputs that all examples share: the use to report gradients for, and the output's
         # shape.
@@ -196,7 +198,7 @@ class Follower(TorchFunctionMode):
         key = self._operations.key(tracked.name, number)
         value = output.detach()
         leaves: Leaves = {} if expression is None else expression.leaves
-        self._add_expression(value, twin, key, {**leaves, run: zeros})
+        self._expressions[id(value)] = Expression(value, twin, key, {**leaves, run: zeros})
         return value
 
     def vector_done(self) -> list[LayerRun]:
@@ -217,7 +219,7 @@ class Follower(TorchFunctionMode):
         if isinstance(kind, tuple):
             return self._as_layer(call, kind)
         output = call.run()
-        if kind is None and tensors_in(output):
+        if tensors_in(output):
             raise NotImplementedError(
                 f"{_names(call)} is used by {call} in this batch, unlike in the first batch, so "
                 "its block is unknown. Freeze it (requires_grad_(False)), or pass "
@@ -248,7 +250,8 @@ class Follower(TorchFunctionMode):
         for number, (value, twin) in enumerate(zip(outputs, twins, strict=True)):
             # Otherwise it is a constant, for example under no_grad or from a comparison.
             if twin.requires_grad:
-                self._add_expression(value, twin, self._operations.key(call.key, number), leaves)
+                key = self._operations.key(call.key, number)
+                self._expressions[id(value)] = Expression(value, twin, key, leaves)
 
     def _row_by_row(self, call: Call, axis: int) -> Any:
         """Run the operation on each row of the examples, with a copy of each expression per row.
@@ -305,11 +308,10 @@ class Follower(TorchFunctionMode):
         """
         N, own = self._num_examples, self._operations.own
         rows, rows_of_each = current_rows(), 0
-        if rows is not None and not (rows.of_positions or len(rows.index) == M):
-            rows = None  # it belongs to the rows of another tensor
-        if rows is not None:
+        # Positions of a mask, or the rows of another tensor, say nothing about these rows.
+        if rows is not None and not rows.of_positions and len(rows.index) == M:
             rows = rows.on(expression.value.device)
-        if rows is None or rows.of_positions:
+        else:
             rows, rows_of_each = None, M // N if N else 0
             if not N or M % N:
                 raise NotImplementedError(
@@ -329,7 +331,6 @@ class Follower(TorchFunctionMode):
                 self._capture.report_input(own[leaf], use)
 
         def on_gradient(b: Tensor) -> None:
-            b = b.reshape(-1, *expression.value.shape)  # (V·M, ...)
             # An example's gradient of the expression is the sum over its rows. The expression's
             # graph propagates it to the parameters, example by example.
             if rows is not None:
@@ -367,9 +368,6 @@ class Follower(TorchFunctionMode):
         stored = self._stored(use.weight)
         assert stored is not None
         return layers[stored.slot or 0]
-
-    def _add_expression(self, value: Tensor, twin: Tensor, key: int, leaves: Leaves) -> None:
-        self._expressions[id(value)] = Expression(value, twin, key, leaves)
 
     def _expression(self, value: Any) -> Expression | None:
         name = self._roots.get(id(value))
