@@ -57,7 +57,7 @@ def reduce_factors(
 
     With the mean over positions â_n = 1/R Σ_r a_nr and the sum b̂_vn = Σ_r b_vnr.
     """
-    return gram(gradient_sums(b)), gram(input_means(a)) / len(a)
+    return gram(b.sum(-2)), gram(a.mean(-2)) / len(a)
 
 
 def reduce_factors_of_graphs(
@@ -91,16 +91,6 @@ def layer_factors(
 ) -> tuple[Float[Tensor, "d_out d_out"], Float[Tensor, "d_in d_in"]]:
     """B and A in either mode."""
     return expand_factors(a, b) if mode == "expand" else reduce_factors(a, b)
-
-
-def input_means(a: Float[Tensor, "*batch R d"]) -> Float[Tensor, "*batch d"]:
-    """â = 1/R Σ_r a_r: the mean over positions, which reduce takes of inputs."""
-    return a.mean(-2)
-
-
-def gradient_sums(b: Float[Tensor, "*batch R d"]) -> Float[Tensor, "*batch d"]:
-    """b̂ = Σ_r b_r: the sum over positions, which reduce takes of output gradients."""
-    return b.sum(-2)
 
 
 def gram(x: Float[Tensor, "*rows d"]) -> Float[Tensor, "d d"]:

@@ -31,7 +31,7 @@ from kfac_backend.engine.model_calls import plain_attention
 from kfac_backend.engine.rule_assignment import RuleAssignment
 from kfac_backend.layers.gram import FactorSum, Gram
 from kfac_backend.layers.rule import BlockSums
-from kfac_backend.likelihoods import Likelihood, loss_sum
+from kfac_backend.likelihoods import loss_sum
 from kfac_backend.options import CurvatureOptions, KfacApprox
 from kfac_backend.ranks import ProcessGroupOption
 from kfac_backend.sharding import check_whole, is_sharded
@@ -129,9 +129,7 @@ class FactorDerivatives:
             model, factors.likelihood, options, generator=generator, process_group=process_group
         )
         kind = PairedVectors if is_sharded(model) else PairedRows
-        self._sink = kind(
-            self._tensors, factors, of_factors, of_loss, self._driver.task.likelihood, options
-        )
+        self._sink = kind(self._tensors, factors, of_factors, of_loss, options)
         self._sink.outputs = outputs
 
     def gradients(self, data: Iterable[Any], progress: bool = False) -> list[Tensor]:
@@ -164,12 +162,11 @@ class PairedRows(FactorSums):
         factors: KroneckerFactors,
         of_factors: Mapping[str, BlockDerivative],
         of_loss: float,
-        likelihood: Likelihood,
         options: CurvatureOptions,
     ) -> None:
         super().__init__(options)
-        self._tensors, self._factors, self._of_factors = tensors, factors, of_factors
-        self._of_loss, self._likelihood = of_loss, likelihood
+        self._tensors, self._factors = tensors, factors
+        self._of_factors, self._of_loss = of_factors, of_loss
 
     def start(self, assignment: RuleAssignment, kfac_approx: KfacApprox) -> None:
         """Make the rules, with scalars instead of sums."""
@@ -227,7 +224,7 @@ class PairedRows(FactorSums):
 
         The graph is dropped after each part, so that memory holds one part's.
         """
-        value = self._of_loss * loss_sum(f, y, self._likelihood)
+        value = self._of_loss * loss_sum(f, y, self._factors.likelihood)
         value = torch.stack([value.double(), *(s.double() for s in self._scalars)]).sum()
         self._scalars.clear()
         if not value.requires_grad:
@@ -304,7 +301,7 @@ class PairedVectors(PairedRows):
 
     def batch_done(self, f: Tensor, y: Tensor) -> None:
         """Add the loss's derivative."""
-        loss = self._of_loss * loss_sum(f.detach(), y, self._likelihood)
+        loss = self._of_loss * loss_sum(f.detach(), y, self._factors.likelihood)
         self._add(torch.autograd.grad(loss, self._tensors, allow_unused=True), f, y)
 
 

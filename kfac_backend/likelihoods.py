@@ -533,16 +533,12 @@ class NoisyClassification(_Softmax):
         """Return −log q_y, w_y times; 0 where y is `IGNORED`."""
         counts = y != IGNORED
         label = y.long().where(counts, 0)[..., None]
-        log_q = self.observed_log_probabilities(torch.log_softmax(f, -1)).gather(-1, label)
+        log_p = torch.log_softmax(f, -1)
+        log_q = with_label_noise(log_p, self.parameters["noise"].to(log_p), f.shape[-1])
+        log_q = log_q.gather(-1, label)
         if self.weights is not None:
             log_q = log_q * f.new_tensor(self.weights)[label]
         return -log_q.where(counts[..., None], 0.0)
-
-    def observed_log_probabilities(
-        self, log_p: Float[Tensor, "*terms C"]
-    ) -> Float[Tensor, "*terms C"]:
-        """Return log q of the observed label, from log p of the true class."""
-        return with_label_noise(log_p, self.parameters["noise"].to(log_p), log_p.shape[-1])
 
     def root(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """Yield the columns s_c; without noise, exactly the columns of `Classification`."""
@@ -1014,19 +1010,10 @@ class Weighted(Likelihood):
     def __post_init__(self) -> None:
         likelihood = likelihood_of(self.of)
         object.__setattr__(self, "of", likelihood)
-        for name in (
-            *(
-                "kind",
-                "has_sigma",
-                "has_probit",
-                "has_label_noise",
-                "is_count",
-                "num_vectors",
-                "predicted",
-            ),
-            *("log_probabilities", "moments", "log_density", "cdf"),
-            *("parameters", "lower_bounds", "to_learn"),
-        ):
+        of_class = "kind", "has_sigma", "has_probit", "has_label_noise", "is_count", "num_vectors"
+        of_predictions = "predicted", "log_probabilities", "moments", "log_density", "cdf"
+        of_learning = "parameters", "lower_bounds", "to_learn"
+        for name in (*of_class, *of_predictions, *of_learning):
             object.__setattr__(self, name, getattr(likelihood, name))
 
     @property

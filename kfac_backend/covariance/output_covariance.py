@@ -390,7 +390,7 @@ class OutputCovariance:
             return
 
         def vectors(subset: slice) -> Tensor:
-            """Yield a unit vector for each of the requested outputs (n, K, ..., C)."""
+            """Return a unit vector for each of the requested outputs (n, K, ..., C)."""
             unit = f.new_zeros(len(f[subset]), K, f[0, ..., 0].numel(), f.shape[-1])
             rows = torch.arange(len(unit), device=f.device)[:, None]
             unit[rows, index, part.positions[subset][:, None], columns[subset]] = 1
