@@ -62,6 +62,8 @@ SAVED = (
     *("mean", "indices", "structure", "sample_size", "fingerprints"),
 )
 """Attributes that `state_dict` saves, in addition to the fit and the names of the parameters."""
+MOST_VARIANCES = 2**24
+"""Maximum number of variances of a batch that a grid of prior precisions computes at once."""
 NO_EFFECT = {"damping": False, "asdl_fisher_kwargs": None}
 """Arguments of laplace-torch that are accepted only with these values, which have no effect."""
 
@@ -523,11 +525,10 @@ class ParametricLaplace(Posterior):
             grid = torch.logspace(
                 log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
             )
-            losses = None
             has_variances = self.likelihood.name == "regression" or link_approx == "probit"
             if loss is None and pred_type == "glm" and has_variances:
                 losses = self._grid_nlls(grid, val_loader, progress_bar)
-            if losses is None:
+            else:
                 losses = []
                 for delta in tqdm(grid, "Grid", disable=not progress_bar):
                     self.prior_precision = delta
@@ -569,31 +570,31 @@ class ParametricLaplace(Posterior):
 
     def _grid_nlls(
         self, grid: Tensor, val_loader: Iterable[Any], progress_bar: bool
-    ) -> list[float] | None:
-        """Return the mean NLL (nats) of the linearised network at each δ, with link "probit".
-
-        It computes each batch's Jacobian once for all δ. None means that a Jacobian is too large,
-        see `Posterior.output_variances`.
-        """
+    ) -> list[float]:
+        """Return the mean NLL (nats) of the linearised network at each δ, with link "probit"."""
         self._check_predicts()
         task, count = Task(self.likelihood, self.options), 0
         total = torch.zeros(len(grid), dtype=torch.float64)
         for batch in tqdm(val_loader, "Grid", disable=not progress_bar):
             x, y = self._split(batch, task)
-            outputs = self.output_variances(x, grid)
-            if outputs is None:
-                return None
-            f, variances = outputs
-            if self.likelihood.name == "regression":
-                variances = variances + self.sigma_noise.square()
-                errors = 0.5 * ((f - y).square() / variances + variances.log())
-            else:
-                counted = y != IGNORED
-                p = probit_outputs(f, variances).softmax(-1)[:, counted]  # (D, M, C)
-                errors = -p.log().gather(-1, y[counted][:, None].expand(*p.shape[:-1], 1))
-            total += errors.flatten(1).sum(1).cpu()
+            # Some δ at a time if the outputs are many; usually all of them.
+            at_once = max(1, MOST_VARIANCES // (y.numel() * self.n_outputs or 1))
+            errors = [self._errors(x, y, some) for some in grid.split(at_once)]
+            total += torch.cat(errors)
             count += len(y)
         return (total / count).tolist()
+
+    def _errors(self, x: Any, y: Tensor, grid: Tensor) -> Tensor:
+        """Return the sum of the NLLs (nats) of a batch at each δ, on the CPU."""
+        f, variances = self.output_variances(x, grid)
+        if self.likelihood.name == "regression":
+            variances = variances + self.sigma_noise.square()
+            errors = 0.5 * ((f - y).square() / variances + variances.log())
+        else:
+            counted = y != IGNORED
+            p = probit_outputs(f, variances).softmax(-1)[:, counted]  # (D, M, C)
+            errors = -p.log().gather(-1, y[counted][:, None].expand(*p.shape[:-1], 1))
+        return errors.flatten(1).sum(1).cpu()
 
     def _split(self, batch: Any, task: Task) -> tuple[Any, Tensor]:
         """Return the inputs and targets of a batch, on the model's device."""

@@ -3,7 +3,8 @@
 With the eigenvectors Q = Q_B ⊗ Q_A of a block, the gradient Σ_r b_nrc a_nrᵀ of output c (or of
 backward vector c) of example n becomes G̃_nc = Σ_r (Q_Bᵀ b_nrc) (Q_Aᵀ a_nr)ᵀ. Two sums need it:
 
-- J Σ Jᵀ for a posterior precision Q diag(s) Qᵀ, Σ_ij G̃_nc,ij G̃_nc',ij / s_ij (`covariance_part`);
+- J Σ Jᵀ for a posterior precision Q diag(s) Qᵀ, Σ_ij G̃_nc,ij G̃_nc',ij / s_ij (`covariance_part`),
+  and its diagonal for many precisions Q diag(s + δ) Qᵀ at once (`variances_part`);
 - corrected eigenvalues, Σ_n Σ_c G̃_nc,ij² (`add_second_moments`).
 
 Memory never holds the G̃ of all examples at once. With one position G̃ is not needed: the
@@ -26,19 +27,17 @@ LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 
 
 def covariance_part(
-    gradients: ParameterGradients, product_bytes: int, *, q: int = 1, variance_only: bool = False
-) -> Float[Tensor, "T *rest"]:
-    """Return one parameter's part of J Σ Jᵀ, exact: (T, q·C, q·C) for T sets of q examples.
+    gradients: ParameterGradients, product_bytes: int, *, q: int = 1
+) -> Float[Tensor, "T q_C q_C"]:
+    """Return one parameter's part of J Σ Jᵀ, exact, for T sets of q examples.
 
     The spectrum of the N = T·q gradients is the posterior precision's, > 0. At least one row, and
     at most ``product_bytes`` of G̃ are computed at once. q = 1 gives each example's covariance
-    (N, C, C), or with ``variance_only`` its diagonal (N, C), without products of different outputs.
+    (N, C, C).
     """
     concatenated, s = gradients.concatenated_uses(), gradients.spectrum
 
     def paired(left: Tensor, right: Tensor) -> Tensor:  # both (N, C, P)
-        if variance_only:
-            return (left * right).sum(-1)
         left, right = (t.unflatten(0, (-1, q)).flatten(1, 2) for t in (left, right))
         return left @ right.mT
 
@@ -52,11 +51,7 @@ def covariance_part(
         b = _without_input(b, block)
         return paired(b / s.flatten(), b)
     Q_B, Q_A, s = bases(block, s, transposed)
-    a, b = a.to(block.Q_A.dtype), b.to(block.Q_B.dtype)
-    if b.shape[2] > 1 and not b.requires_grad:
-        # Leave out positions that no output depends on, such as later ones in a causal network.
-        reached = b.flatten(3).any(-1).any(0).any(0)
-        a, b = (t if reached.all() else t[:, :, reached] for t in (a, b))
+    a, b = _reached(a.to(block.Q_A.dtype), b.to(block.Q_B.dtype))
     (N, R, C, d_out), d_in = b.shape[1:], a.shape[-1]
     # One position: G̃ is the outer product b̃ ãᵀ, so its entries need not be formed. The sum over j
     # of ã_j² / s_ij is a weight for each i, and a sum over i remains. Sets of examples have weights
@@ -76,12 +71,51 @@ def covariance_part(
         return torch.einsum("gtprco,gtrdo->tpcrd", scaled, b).flatten(3).flatten(1, 2)
     # Several positions: the entries of G̃, a few rows at a time, each divided by √s. Their inner
     # products are summed over the parts.
-    total = b.new_zeros((N, C) if variance_only else (N // q, q * C, q * C))
+    total = b.new_zeros(N // q, q * C, q * C)
     root = s.rsqrt()
     for n, g, rows, part in _in_basis(b, a, Q_B, Q_A, q, product_bytes):
         scaled = (part * root[g, rows]).flatten(2)
         sets = slice(n.start // q, n.stop // q)
         total[sets] = total[sets] + paired(scaled, scaled)
+    return total
+
+
+def variances_part(
+    gradients: ParameterGradients, added: Float[Tensor, "D"], product_bytes: int
+) -> Float[Tensor, "N C D"]:
+    """Return one parameter's part of the diagonal of J Σ Jᵀ at each of D precisions, exact.
+
+    The precisions are Q diag(s + δ) Qᵀ with the spectrum s ≥ 0 and a value δ ≥ 0 of ``added``. The
+    squares of G̃ are computed once for all of them.
+    """
+    concatenated, s = gradients.concatenated_uses(), gradients.spectrum
+
+    def inverses(spectrum: Tensor) -> Iterator[Tensor]:
+        """Yield 1 / (s + δ) for some δ at a time, (some, *spectrum)."""
+        most = max(1, product_bytes // (spectrum.numel() * spectrum.element_size()))
+        for some in added.to(spectrum).split(most):
+            yield (spectrum + some.view(-1, *[1] * spectrum.dim())).reciprocal()
+
+    def summed(entries: Tensor, spectrum: Tensor) -> Tensor:  # (N, C, *spectrum) -> (N, C, D)
+        squares = entries.square().flatten(2)
+        return torch.cat([squares @ inverse.flatten(1).mT for inverse in inverses(spectrum)], -1)
+
+    if concatenated is None:  # no common factors
+        return torch.cat([summed(part, s) for part in gradients.dense_in_basis(product_bytes)])
+    (b, a), transposed, block = *concatenated, gradients.block
+    if a is None or block.Q_A is None:
+        return summed(_without_input(b, block), s)
+    Q_B, Q_A, s = bases(block, s, transposed)
+    a, b = _reached(a.to(block.Q_A.dtype), b.to(block.Q_B.dtype))
+    if b.shape[2] == 1:
+        # (b̃_i ã_j)² is a product of squares: w_ni = Σ_j ã_nj² / (s_ij + δ), then Σ_i b̃_nci² w_ni.
+        b = rotated(b[:, :, 0], Q_B).square().movedim(0, 2).flatten(2)  # (N, C, G·d_out)
+        a = rotated(a[:, :, 0], Q_A).square()  # (G, N, d_in)
+        weights = torch.cat([a @ inverse.mT for inverse in inverses(s)])  # (D, G, N, d_out)
+        return b @ weights.movedim((2, 0), (0, 3)).flatten(1, 2)
+    total = b.new_zeros(*b.shape[1:4:2], len(added))
+    for n, g, rows, part in _in_basis(b, a, Q_B, Q_A, 1, product_bytes):
+        total[n] += summed(part, s[g, rows])
     return total
 
 
@@ -138,6 +172,17 @@ def rotated(x: Float[Tensor, "G *rows d"], Q: Tensor | None) -> Float[Tensor, "G
     if len(x) == 1:  # a plain product is faster than a batch of one
         return (x[0].flatten(0, -2) @ Q[0]).view(*x.shape[:-1], Q.shape[-1])
     return (x.flatten(1, -2) @ Q).view(*x.shape[:-1], Q.shape[-1])
+
+
+def _reached(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs and gradients without positions that no output depends on.
+
+    Such positions are the later ones in a causal network.
+    """
+    if b.shape[2] == 1 or b.requires_grad:
+        return a, b
+    reached = b.flatten(3).any(-1).any(0).any(0)
+    return (a, b) if reached.all() else (a[:, :, reached], b[:, :, reached])
 
 
 def _without_input(b: Float[Tensor, "G N R C d"], block: EigenBlock) -> Float[Tensor, "N C P"]:

@@ -8,7 +8,7 @@ s_ij. Nothing is propagated back, and positions do not depend on each other. The
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,10 +24,22 @@ from kfac_backend.covariance.output_covariance import (
     default_memory,
 )
 from kfac_backend.engine.batches import detached
-from kfac_backend.engine.model_calls import call_with, close, preserve_state
+from kfac_backend.engine.model_calls import call_with, close, noise_like, preserve_state
 from kfac_backend.layers import WeightSharingRule, registered
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.sharding import detached_parameters, is_sharded
+
+
+class _Basis(NamedTuple):
+    """Eigenvectors of a parameter's posterior precision, and D inverse spectra."""
+
+    Q_B: Tensor | None
+    """(C, d_out); None is the identity."""
+    Q_A: Tensor | None
+    """(1, d_in, d_in), of a weight; None is the identity."""
+    inverse: Tensor
+    """(D, d_out, d_in) of a weight, (D, 1, d_out) of a bias."""
+    is_weight: bool
 
 
 class LastLayerCovariance:
@@ -79,8 +91,10 @@ class LastLayerCovariance:
             if module is not self._layer
         )
         self._general: OutputCovariance | None = None
+        self._noise: Tensor | None = None  # in the shape of the outputs
         self._rule: WeightSharingRule | None = None
-        self._inverse: list[tuple[Tensor | None, Tensor | None, Tensor]] | None = None
+        self._bases: list[_Basis] | None = None
+        self._device = next(model.parameters()).device
 
     def __call__(
         self,
@@ -89,6 +103,7 @@ class LastLayerCovariance:
         classes: Int[Tensor, "*chosen K"] | None = None,
         *,
         variance_only: bool = False,
+        added: Float[Tensor, "D"] | None = None,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
         """Return outputs and covariances for a batch; see `OutputCovariance`.
 
@@ -97,14 +112,25 @@ class LastLayerCovariance:
                 outputs differ from the model's.
         """
         with full_float32(), torch.inference_mode(False):
-            x = detached(x, next(self._model.parameters()).device)
+            x = detached(x, self._device)
             check_not_empty(x)
             # FSDP keeps the root's parameters gathered, so restore the whole model.
             with preserve_state(self._model if is_sharded(self._model) else self._layer):
                 outputs = self._run(x)
             if outputs is not None:
                 with torch.no_grad(), torch.autocast(outputs[0].device.type, enabled=False):
-                    return self._of_linear(*outputs, positions, classes, variance_only)
+                    if added is None:
+                        if self._bases is None:
+                            self._bases = self._bases_at(outputs[-1].transposed, None)
+                        options = positions, classes, variance_only, self._bases
+                        f, covariance = self._of_linear(*outputs, *options)
+                        return f, covariance[0]
+                    parts = []
+                    for some in added.split(self._most_at_once()):
+                        bases_of_some = self._bases_at(outputs[-1].transposed, some)
+                        options = positions, classes, True, bases_of_some
+                        parts.append(self._of_linear(*outputs, *options))
+                    return parts[0][0], torch.cat([variances for _, variances in parts])
         if self._is_tied:
             raise NotImplementedError(
                 f"The outputs of {type(self._model).__name__} depend on its last layer "
@@ -113,15 +139,13 @@ class LastLayerCovariance:
             )
         if self._general is None:
             self._general = OutputCovariance(self._model, self._precision, memory=self._memory)
-        return self._general(x, positions, classes, variance_only=variance_only)
+        return self._general(x, positions, classes, variance_only=variance_only, added=added)
 
     def _run(self, x: Any) -> tuple[Tensor, Tensor, WeightSharingRule] | None:
         """Return the outputs, the last layer's input and its rule, or None if the formula fails.
 
         The formula holds if the layer computes W a_r + b and the model's outputs equal the layer's,
-        in value and in derivative. The derivative is the same if the model returns the layer's
-        tensor, without hooks and in-place operations. Otherwise random noise that is propagated
-        back must arrive unchanged.
+        in value and in derivative: random noise that is propagated back must arrive unchanged.
         """
         registered_rule = registered(self._layer)
         if registered_rule is None or not issubclass(registered_rule.rule, WeightSharingRule):
@@ -135,15 +159,14 @@ class LastLayerCovariance:
             self._rule = rule = registered_rule.rule(self._layer, "expand", self._parameters)
         if rule.groups > 1 or not rule.same_gradients or rule.takes_integers:
             return None
-        runs: list[tuple[Tensor, Tensor, Tensor, Any]] = []
+        runs: list[tuple[Tensor, Tensor]] = []
 
         def hook(layer: Any, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             z = output.detach().requires_grad_()
-            output = z.clone()  # which activations may change in place
-            runs.append((rule.input_of(args, kwargs), z, output, output.grad_fn))
+            runs.append((rule.input_of(args, kwargs), z))
             if "weight" not in own and not copies:  # computed from other parameters
                 own["weight"] = cast("Tensor", layer.weight).detach()
-            return output
+            return z.clone()  # which activations may change in place
 
         copies = is_sharded(self._model)  # FSDP drops whole weights after the layer
         own: dict[str, Tensor | None] = {}
@@ -164,17 +187,29 @@ class LastLayerCovariance:
         with torch.enable_grad():
             f = call_with(self._model, learned, x)
         # If only the layer learns, its parameters may have another use, before or after it.
-        is_used_before = self._alone and any(a.requires_grad for a, *_ in runs)
+        is_used_before = self._alone and any(a.requires_grad for a, _ in runs)
         if len(runs) != 1 or f.dim() < 2 or not f.requires_grad or is_used_before:
             return None
-        ((a, z, output, node),) = runs
-        is_same = f is output and f.grad_fn is node and not f._backward_hooks
-        if not (is_same and rule.features == -1 and torch.equal(z, f)) and not _is_unchanged(
-            f, z, [*learned.values()], rule.features
-        ):
+        ((a, z),) = runs
+        if not self._is_unchanged(f, z, [*learned.values()], rule.features):
             return None
         f, a = f.detach(), a.detach()
         return (f, a, rule) if _computes(own, rule, a[:1], f[:1]) else None
+
+    def _is_unchanged(self, f: Tensor, z: Tensor, parameters: list[Tensor], features: int) -> bool:
+        """Return whether outputs f equal the layer's z in value and derivative, up to axes.
+
+        The parameters must not have another use after the layer.
+        """
+        # Equal values are not enough, because later operations, or hooks on tensors and on nodes of
+        # the graph, may change only derivatives.
+        noise = self._noise
+        if noise is None or (noise.shape, noise.dtype) != (f.shape, f.dtype):
+            self._noise = noise = noise_like(f)
+        back, *others = torch.autograd.grad(f, [z, *parameters], noise, allow_unused=True)
+        if any(other is not None for other in others):
+            return False
+        return _equal_outputs(z, f, features) and _equal_outputs(back, noise, features)
 
     def _of_linear(
         self,
@@ -184,8 +219,13 @@ class LastLayerCovariance:
         positions: Tensor | None,
         classes: Tensor | None,
         variance_only: bool,
+        bases: list[_Basis],
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs and covariances by the layer's formula, some positions at a time."""
+        """Return outputs and covariances by the layer's formula, some positions at a time.
+
+        The covariances are (1, ..., K, K), and the variances (D, ..., K) for D inverse spectra.
+        """
+        D = len(bases[0].inverse)
         C, M, wide = f.shape[-1], f[..., 0].numel(), at_least_float32(f)
         memory, itemsize = self._memory or default_memory(f.device), wide.element_size()
         weight = self._parameters.get("weight")
@@ -193,14 +233,14 @@ class LastLayerCovariance:
 
         def most(K: int) -> int:
             # For each position: K rows of the basis, these weighted, and its input twice.
-            of_one = itemsize * ((0 if variance_only else 3 * K * C) + 2 * (d_in + C))
+            of_one = itemsize * ((0 if variance_only else 3 * K * C) + 2 * (d_in + D * C))
             return max(1, memory // of_one)
 
         if positions is None and classes is None and M <= most(C):  # the usual case
             inputs = rule.inputs(a)[0].flatten(0, 1).to(wide.dtype)  # (M, d_in)
-            result = wide.new_empty((M, C) if variance_only else (M, C, C))
-            result[:] = self._some(inputs, None, C, rule.transposed, variance_only)
-            return f.clone(), result.view(*f.shape[:-1], *result.shape[1:])
+            result = wide.new_empty((D, M, C) if variance_only else (D, M, C, C))
+            result[:] = _some(inputs, None, C, bases, variance_only)
+            return f.clone(), result.view(D, *f.shape[:-1], *result.shape[2:])
         mask = check_positions(positions, f.shape).to(f.device)
         shape = tuple(mask.shape) if positions is None else (int(mask.sum()),)
         columns = check_classes(classes, shape, C)
@@ -209,7 +249,7 @@ class LastLayerCovariance:
             columns = columns.to(f.device)
             f = f.gather(1, columns)
         K = f.shape[1]
-        result = wide.new_empty((len(f), K) if variance_only else (len(f), K, K))
+        result = wide.new_empty((D, len(f), K) if variance_only else (D, len(f), K, K))
         size = most(K)
         by_example = mask.flatten(1) if mask.dim() > 1 else mask[:, None]
         examples = max(1, memory // (itemsize * by_example.shape[1] * (d_in + 1)))
@@ -222,70 +262,59 @@ class LastLayerCovariance:
             for now in inputs.to(wide.dtype).split(size):
                 of_now = slice(num_done, num_done + len(now))
                 of_rows = None if columns is None else columns[of_now]
-                result[of_now] = self._some(now, of_rows, C, rule.transposed, variance_only)
+                result[:, of_now] = _some(now, of_rows, C, bases, variance_only)
                 num_done += len(now)
-        return f.unflatten(0, shape), result.unflatten(0, shape)
+        return f.unflatten(0, shape), result.unflatten(1, shape)
 
-    def _some(
-        self, a: Tensor, columns: Tensor | None, C: int, transposed: bool, variance_only: bool
-    ) -> Tensor:
-        """Return covariances (m, K, K) or variances (m, K) for the inputs a at m positions."""
-        # Weight and bias are independent in the posterior, so their covariances add. For both the
-        # covariance is Q diag(w) Qᵀ, with one w for each position, or for all of them (a bias).
-        total: Tensor | None = None
-        for Q, Q_A, inverse in self._bases(transposed):
-            w = inverse  # (1, k) of a bias
-            if inverse.dim() == 3:
-                w = rotated(a[None], Q_A)[0].square() @ inverse[0].mT  # (m, k)
-            if variance_only:
-                part = w if Q is None else w @ Q.square().mT  # (m or 1, C)
-                if columns is not None:
-                    part = part.expand(len(a), C).gather(1, columns)
-            elif Q is not None:
-                rows = Q[None] if columns is None else Q[columns]  # (m or 1, K, k)
-                part = (rows * w[:, None]) @ rows.mT
-            elif columns is None:  # Q is the identity: outputs are uncorrelated
-                part = w.diag_embed()
+    def _most_at_once(self) -> int:
+        """Return the number of inverse spectra that fit into the memory."""
+        nbytes = sum(self._precision[name][1].nbytes for name in self._parameters.values())
+        return max(1, (self._memory or default_memory(self._device)) // nbytes)
+
+    def _bases_at(self, transposed: bool, added: Tensor | None) -> list[_Basis]:
+        """Return the basis of each parameter, with the inverse spectra 1 / (s + δ)."""
+        all_bases = []
+        for local, name in self._parameters.items():
+            block, spectrum = self._precision[name]
+            if local == "weight":
+                Q_B, Q_A, s = bases(block, spectrum, transposed)  # (1, d_out, d_in)
+                Q_B = None if Q_B is None else Q_B[0]
             else:
-                equal = columns[:, :, None] == columns[:, None]
-                part = equal * w.expand(len(a), C).gather(1, columns)[:, None]
-            total = part if total is None else total + part
-        assert total is not None  # a parameter is uncertain
-        return total
-
-    def _bases(self, transposed: bool) -> list[tuple[Tensor | None, Tensor | None, Tensor]]:
-        """Return Q_B, Q_A and the inverse spectrum of each parameter; computed once.
-
-        The inverse is (1, d_out, d_in) of a weight and (1, d_out) of a bias.
-        """
-        if self._inverse is None:
-            bases_and_inverses = []
-            for local, name in self._parameters.items():
-                block, spectrum = self._precision[name]
-                if local == "weight":
-                    Q_B, Q_A, spectrum = bases(block, spectrum, transposed)
-                    Q = None if Q_B is None else Q_B[0]
-                    bases_and_inverses.append((Q, Q_A, spectrum.reciprocal()))
-                else:
-                    Q = block.Q_B if block.Q_B.dim() == 2 else None  # of a diagonal
-                    bases_and_inverses.append((Q, None, spectrum.reciprocal().reshape(1, -1)))
-            self._inverse = bases_and_inverses
-        return self._inverse
+                Q_B, Q_A = block.Q_B if block.Q_B.dim() == 2 else None, None  # None of a diagonal
+                s = spectrum.reshape(1, 1, -1)
+            s = s if added is None else s + added.to(s)[:, None, None]
+            all_bases.append(_Basis(Q_B, Q_A, s.reciprocal(), local == "weight"))
+        return all_bases
 
 
-def _is_unchanged(f: Tensor, z: Tensor, parameters: list[Tensor], features: int) -> bool:
-    """Return whether outputs f equal the layer's z in value and derivative, up to axes.
-
-    The parameters must not have another use after the layer.
-    """
-    # Equal values are not enough, because later operations may change only derivatives. Use a
-    # separate generator: checks must not use the user's random numbers.
-    generator = torch.Generator(f.device).manual_seed(0)
-    noise = torch.randn(f.shape, dtype=f.dtype, device=f.device, generator=generator)
-    back, *others = torch.autograd.grad(f, [z, *parameters], noise, allow_unused=True)
-    if any(other is not None for other in others):
-        return False
-    return _equal_outputs(z, f, features) and _equal_outputs(back, noise, features)
+def _some(
+    a: Tensor, columns: Tensor | None, C: int, bases: list[_Basis], variance_only: bool
+) -> Tensor:
+    """Return covariances (1, m, K, K) or variances (D, m, K) for the inputs a at m positions."""
+    # Weight and bias are independent in the posterior, so their covariances add. For both the
+    # covariance is Q diag(w) Qᵀ, with one w for each position, or for all of them (a bias).
+    total: Tensor | None = None
+    for Q, Q_A, inverse, is_weight in bases:
+        w = inverse  # (D, 1, k) of a bias
+        if is_weight:
+            squares = rotated(a[None], Q_A)[0].square()
+            # A plain product is faster than a batch of one.
+            w = (squares @ inverse[0].mT)[None] if len(inverse) == 1 else squares @ inverse.mT
+        if variance_only:
+            part = w if Q is None else w @ Q.square().mT  # (D, m or 1, C)
+            if columns is not None:
+                part = part.expand(-1, len(a), C).gather(2, columns.expand(len(part), -1, -1))
+        elif Q is not None:
+            rows = Q[None] if columns is None else Q[columns]  # (m or 1, K, k)
+            part = ((rows * w[0, :, None]) @ rows.mT)[None]
+        elif columns is None:  # Q is the identity: outputs are uncorrelated
+            part = w.diag_embed()
+        else:
+            equal = columns[:, :, None] == columns[:, None]
+            part = (equal * w[0].expand(len(a), C).gather(1, columns)[:, None])[None]
+        total = part if total is None else total + part
+    assert total is not None  # a parameter is uncertain
+    return total
 
 
 def _computes(
@@ -312,5 +341,6 @@ def _positions(f: Tensor) -> Tensor:
 
 def _equal_outputs(z: Tensor, f: Tensor, features: int) -> bool:
     """Return whether the layer's output equals the model's, up to the axis of features."""
-    z, f = _positions(z.movedim(features, -1)), _positions(f)
+    if features != -1 or z.shape != f.shape:
+        z, f = _positions(z.movedim(features, -1)), _positions(f)
     return z.shape == f.shape and torch.equal(z, f)

@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kfac_backend.covariance.contraction import LARGEST_PRODUCT, covariance_part
+from kfac_backend.covariance.contraction import LARGEST_PRODUCT, covariance_part, variances_part
 from kfac_backend.covariance.gradients import (
     HeldGradients,
     LayerGradients,
@@ -135,6 +135,7 @@ class OutputCovariance:
         classes: Int[Tensor, "*chosen K"] | None = None,
         *,
         variance_only: bool = False,
+        added: Float[Tensor, "D"] | None = None,
     ) -> tuple[Float[Tensor, "*chosen C"], Float[Tensor, "..."]]:
         """Return outputs and covariances for a tensor or a mapping of tensors, without a graph.
 
@@ -147,12 +148,17 @@ class OutputCovariance:
                 K instead of C.
             variance_only: return the covariances' diagonals, (..., C). This takes as many backward
                 passes, but neither computes nor holds C×C products.
+            added: D values δ. The result then has the variances at each precision P + δ I, in D
+                arrays (D, ..., C), for about the cost of one. P may be singular.
 
         Raises:
             TypeError: the model's output is not a tensor; a mask or indices of another dtype.
             NotImplementedError: outputs that are not (N, ..., C); a layer that hooks cannot follow.
             ValueError: no examples; positions or classes that the outputs do not have.
         """
+        shifts = added
+        if variance_only and added is None:
+            shifts = torch.zeros(1, device=self._device)
         with self._preserved_model():
             x = detached(x, self._device)
             check_not_empty(x)
@@ -162,11 +168,14 @@ class OutputCovariance:
             if former and positions is not None and positions.shape[1:] != former.output[:-1]:
                 del self._sizes[key]
             try:
-                return self._of_batch(x, key, positions, classes, variance_only)
+                f, covariance = self._of_batch(x, key, positions, classes, shifts)
             except _OtherOutputsError:
                 # Inputs of the same shape had other outputs, for example with another mask.
                 del self._sizes[key]
-                return self._of_batch(x, key, positions, classes, variance_only)
+                f, covariance = self._of_batch(x, key, positions, classes, shifts)
+        if added is not None:
+            return f, covariance.movedim(-1, 0)
+        return f, covariance.squeeze(-1) if variance_only else covariance
 
     def _of_batch(
         self,
@@ -174,9 +183,11 @@ class OutputCovariance:
         key: Any,
         positions: Tensor | None,
         classes: Tensor | None,
-        variance_only: bool,
+        added: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of a call for a batch, part by part; ``key`` is the inputs' shape.
+        """Return outputs and covariances (..., C, C), or with ``added`` variances (..., C, D).
+
+        The batch is divided into parts; ``key`` is the inputs' shape.
 
         Raises:
             _OtherOutputsError: the outputs have another shape than earlier ones for this key.
@@ -192,7 +203,7 @@ class OutputCovariance:
         result = None
         for part in self._parts(x, sizes, mask):
             of_part = columns[part.numbers] if columns is not None else None
-            covariance = self._part(part, of_part, sizes, variance_only=variance_only)
+            covariance = self._part(part, of_part, sizes, added=added)
             if part.pairs is not None:
                 covariance = tuple(t[part.pairs] for t in covariance)
             if result is None:
@@ -255,6 +266,14 @@ class OutputCovariance:
             if try_batch(self._model, twice, 2).can_split:
                 x, N = twice, 2
         self._proof.make(x, N)
+        for name in self._proof.assignment.diagonal:
+            block = self._precision[name][0]
+            if block.Q_A is not None or block.Q_B.shape[-1] > 1:
+                raise NotImplementedError(
+                    f"Hooks cannot see the gradient of '{name}', although the posterior has a "
+                    "Kronecker-factored block of it. The network's code or hooks may have changed "
+                    "since the fit. Restore them, or fit again, which names the cause."
+                )
         self._gradients = LayerGradients(self._proof.assignment, self._precision)
         self._sizes.clear()  # the proof may have found other rules and runs
 
@@ -318,12 +337,13 @@ class OutputCovariance:
         sizes: _Sizes | None = None,
         *,
         q: int | None = None,
-        variance_only: bool = False,
+        added: Tensor | None = None,
         differentiable: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return outputs (M, K), and covariances (M, K, K) or variances, of a part of the pairs.
+        """Return outputs (M, K), and covariances (M, K, K), of a part of the pairs.
 
-        With q, return outputs (M, K) and the covariances (T, q·K, q·K) of M = T·q examples.
+        With ``added`` return the variances at each of D precisions, (M, K, D), instead. With q,
+        return outputs (M, K) and the covariances (T, q·K, q·K) of M = T·q examples.
         """
         sink = HeldGradients(self._gradients, differentiable=differentiable)
         # Step 1: the forward pass, and one vector for each requested output. The vector is one at
@@ -363,14 +383,19 @@ class OutputCovariance:
         f = f if differentiable else f.detach()  # frees the graph before the products
         result = f.flatten(1, -2) if f.dim() > 2 else f[:, None]
         result = result[index[:, None], part.positions[:, None], columns]
-        shape = (M, K) if variance_only else (M, K, K) if q is None else (M // q, q * K, q * K)
+        shape = (M, K, K) if q is None else (M // q, q * K, q * K)
+        shape = shape if added is None else (M, K, len(added))
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
             for subset, gradients in self._gradients_of(sink, part, f, columns, q):
-                covariance[subset] += covariance_part(
-                    gradients, self._product_bytes, q=q or 1, variance_only=variance_only
-                )
+                covariance[subset] += self._contracted(gradients, added, q or 1)
         return result, covariance
+
+    def _contracted(self, gradients: ParameterGradients, added: Tensor | None, q: int) -> Tensor:
+        """Return one parameter's part of the covariances, or with ``added`` of the variances."""
+        if added is None:
+            return covariance_part(gradients, self._product_bytes, q=q)
+        return variances_part(gradients, added, self._product_bytes)
 
     def _gradients_of(
         self,

@@ -6,7 +6,7 @@ supports (`try_batch`). After an error or an interrupt the model is in its earli
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode
 
 from kfac_backend.engine.batches import argument_names, arguments, copied, examples
@@ -27,6 +28,22 @@ HOOKS = [
     name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))
 ]
 """Attributes of a module that hold its forward hooks and their options."""
+ALL_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+"""Attributes of a module that hold the hooks of its calls."""
+VECTORISED: set[type[nn.Module]] = {
+    getattr(nn, f"{name}{d}d")
+    for name in ("AdaptiveAvgPool", "AvgPool", "BatchNorm", "Conv", "Dropout", "MaxPool")
+    for d in (1, 2, 3)
+} | {
+    nn.Dropout, nn.ELU, nn.Flatten, nn.GELU, nn.GroupNorm, nn.Identity, nn.LayerNorm, nn.LeakyReLU,
+    nn.Linear, nn.ReLU, nn.Sequential, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Tanh, nn.Unflatten,
+}  # fmt: skip
+"""Classes of modules that torch.vmap can map over their parameters, for `call_with_each`.
+
+In eval mode, the forward of such a class draws no random numbers, does not branch by a value and
+writes neither attributes nor buffers. Only code that is known to do none of these may be in the
+set. Subclasses are not included, since they may have another forward.
+"""
 MOST_ENTRIES = 2**20
 """Maximum number of entries of an activation that `call_with_each` computes at once, estimated."""
 
@@ -189,7 +206,7 @@ def call_with_each(
 ) -> Float[Tensor, "S N *rest"]:
     """Return the model's outputs at x for each of S values of some parameters, as `call_with`.
 
-    Small inputs run for many values at once, if torch can vectorise the model.
+    Small inputs run for many values at once if the model consists of `VECTORISED` classes.
     """
     (S,) = {len(values) for values in parameters.values()}
     tensors = [t for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
@@ -198,13 +215,24 @@ def call_with_each(
     entries = sum(t.numel() * (1 if t.is_floating_point() else width) for t in tensors)
     entries = max(1, entries, *(width * t.shape[:1].numel() for t in tensors))
     at_once = min(S, MOST_ENTRIES // entries) if tensors else 1
-    if at_once > 1:
-        # It fails, for example, if the model draws random numbers or branches by a value.
-        with suppress(Exception), plain_attention(), preserve_attributes(model):
-            run = partial(call_with, model, x=x)
-            return torch.vmap(run, chunk_size=at_once)(dict(parameters)).contiguous()
+    if at_once > 1 and _is_vectorised(model):
+        run = partial(call_with, model, x=x)
+        return torch.vmap(run, chunk_size=at_once)(dict(parameters)).contiguous()
     samples = ({name: values[s] for name, values in parameters.items()} for s in range(S))
     return torch.stack([call_with(model, sample, x) for sample in samples])
+
+
+def _is_vectorised(model: nn.Module) -> bool:
+    """Return whether the code of all modules is known to be vectorised, without hooks."""
+    if _has_any_global_hook():
+        return False
+    return all(
+        type(module) in VECTORISED
+        and not module.training
+        and "forward" not in vars(module)
+        and not any(getattr(module, name) for name in ALL_HOOKS)
+        for module in model.modules()
+    )
 
 
 def check_output(output: object) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
+from kfac_backend.engine.model_calls import VECTORISED
 from kfac_backend.options import check_option, check_positive
 
 Activation = Literal["relu", "tanh", "gelu"]
@@ -137,3 +138,6 @@ class LeNet(nn.Module):
         x = max_pool2d(relu(self.conv2(x)), 2)  # (N, 16, image_size/4, image_size/4)
         x = relu(self.fc1(x.flatten(1)))
         return self.fc3(relu(self.fc2(x)))
+
+
+VECTORISED.update((MLP, Standardised, LeNet))

@@ -69,6 +69,20 @@ class JacobianGGN:
         H = self.H * (scale.sqrt() if self.structure == "lowrank" else scale)
         return OPERATORS[self.structure](H, delta, self.H if like is None else like)
 
+    def variances(
+        self, J: Float[Tensor, "M P"], added: Float[Tensor, "D"], scale: Tensor
+    ) -> Float[Tensor, "D M"]:
+        """Return diagonals of J (H · scale + δ I)⁻¹ Jᵀ for each δ of ``added``, in float64."""
+        J, added = J.double(), added.to(self.H)
+        if self.structure == "lowrank":
+            precisions = (self.precision(delta.expand(J.shape[1]), scale) for delta in added)
+            return torch.stack([p.square_form(J, diagonal=True) for p in precisions])
+        values = self.H * scale
+        if self.structure == "full":
+            values, Q = torch.linalg.eigh(values)
+            values, J = values.clamp(min=0), J @ Q  # negative by rounding
+        return (values + added[:, None]).reciprocal() @ J.square().mT
+
     # The methods of `Spectra` that the evidence calls. Here each parameter is a separate block.
 
     def log_det_ratio(self, ratio: Float[Tensor, "P"]) -> Float[Tensor, ""]:

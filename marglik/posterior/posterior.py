@@ -8,7 +8,7 @@ prediction first needs them. `marglik.laplace` offers this posterior with the in
 laplace-torch.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import reduce
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -29,7 +29,7 @@ from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance, check_not_empty
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import corrected_factors
-from kfac_backend.engine.batches import check_read_twice, num_examples, to_device
+from kfac_backend.engine.batches import check_read_twice, to_device
 from kfac_backend.engine.model_calls import call_with, call_with_each
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import check_finite
@@ -47,10 +47,6 @@ from marglik.posterior.jacobians import JacobianCovariance, jacobians, parameter
 from marglik.posterior.precision import KroneckerPrecision, Precision
 
 T = TypeVar("T")
-MOST_JACOBIAN_WORK = 2**24
-"""Maximum N² C P of a batch's Jacobian for Kronecker factors, see `Posterior.output_variances`.
-
-P includes the entries of an input, because memory of the backward passes grows with them."""
 NOT_FITTED = "The Laplace approximation is not fitted. Call fit() first."
 Layers = Literal["all", "last"]
 """Layers whose uncertainty is included. "last" treats all other layers as constants."""
@@ -750,16 +746,11 @@ class Posterior:
     @torch.no_grad()
     def output_variances(
         self, x: Any, prior_precisions: Float[Tensor, "D"]
-    ) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "D N *R C"]] | None:
-        """Return outputs f and their variances at each of D values of a single δ, or None.
+    ) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "D N *R C"]]:
+        """Return outputs f and their variances at each of D values of a single δ.
 
-        It computes the Jacobian once and rotates it into the eigenbasis of H. All values of δ then
-        take one product. So a grid of a hundred values costs little more than one of them. The
-        posterior's own δ stays.
-
-        The result is None if the Jacobian is large or torch cannot compute it, for a structure of
-        low rank, and for Kronecker factors of a network in half precision. Then call
-        `output_distribution` at one δ after the other.
+        The derivatives of the outputs are computed once and rotated into the eigenbasis of H. So a
+        grid of a hundred values costs little more than one of them. The posterior's own δ stays.
 
         Args:
             x: inputs, see `output_distribution`.
@@ -773,63 +764,40 @@ class Posterior:
         check_not_empty(x)
         self.check_weights()
         curvature = self.fitted_curvature()
-        names = [*trainable_parameters(self.model)]
-        has_all = not isinstance(curvature, KroneckerFactors) or [*curvature.blocks] == names
-        if self.structure == "lowrank" or is_sharded(self.model) or not has_all:
-            return None
+        if isinstance(curvature, KroneckerFactors):
+            with eval_mode(self.model):
+                covariance_of = self._output_covariance(x, "all", 0.0)
+                assert not isinstance(covariance_of, JacobianCovariance)
+                f, variances = covariance_of(x, added=prior_precisions)
+            check_finite(self.model, f, x)
+            return f, variances
         with eval_mode(self.model), torch.inference_mode(False):
-            if self.structure == "kron" and not self._has_small_jacobian(x):
-                return None
-            try:
-                f, J = jacobians(self.model, self._ggn_indices(), x)
-            except Exception:  # for example an operation that torch cannot vectorise
-                return None
+            f, J = jacobians(self.model, self._ggn_indices(), x)
         J = at_least_float32(J).flatten(0, -2)  # (M, P)
         with torch.autocast(J.device.type, enabled=False), full_float32():
-            if isinstance(curvature, KroneckerFactors):
-                scale = 1 / (self.sigma_noise.square() * self.temperature)
-                self._decompose([b for n, b in curvature.blocks.items() if n not in self._eigen])
-                eigen = [self._eigen[name].scale(scale) for name in curvature.blocks]
-                parts = J.split([block.numel for block in eigen], -1)
-                rows = [e.rotate(v.to(e.Q_B)).flatten(1) for e, v in zip(eigen, parts, strict=True)]
-                J, values = torch.cat(rows, 1), torch.cat([e.spectrum().flatten() for e in eigen])
-            else:
-                scale = 1 / (self.sigma_noise.double().square() * self.temperature)
-                values, J = curvature.H * scale, J.double()
-                if self.structure == "full":
-                    values, Q = torch.linalg.eigh(values)
-                    values, J = values.clamp(min=0), J @ Q  # negative by rounding
-            inverse = (values + prior_precisions.to(values)[:, None]).reciprocal()  # (D, P)
-            variances = inverse @ J.square().mT
+            scale = 1 / (self.sigma_noise.double().square() * self.temperature)
+            variances = curvature.variances(J, prior_precisions, scale)
         return f, variances.to(at_least_float32(f)).view(-1, *f.shape)
 
-    def _has_small_jacobian(self, x: Any) -> bool:
-        """Return whether the Jacobian at x takes less time than covariances at many δ."""
-        parameters = trainable_parameters(self.model).values()
-        N = num_examples(x)
-        if N is None or any(p.element_size() < 4 for p in parameters):
-            return False
-        inputs = x.values() if isinstance(x, Mapping) else [x]
-        entries = sum(t.numel() for t in inputs if isinstance(t, Tensor))
-        P = sum(p.numel() for p in parameters)
-        # A backward pass over the batch for each output of each example, all at once.
-        rows = call_with(self.model, {}, to_device(x, self._device)).numel()
-        return rows * (N * P + entries) <= MOST_JACOBIAN_WORK
-
     def precision_blocks(
-        self, names: Collection[str] | None = None, *, any_weights: bool = False
+        self,
+        names: Collection[str] | None = None,
+        *,
+        any_weights: bool = False,
+        delta: float | None = None,
     ) -> dict[str, tuple[EigenBlock, Tensor]]:
         """Return eigenvectors and eigenvalues of each block of H/(σ²T) + P₀ by parameter name.
 
-        ``names`` restricts the parameters, which saves the other decompositions.
+        ``names`` restricts the parameters, which saves the other decompositions. ``delta`` replaces
+        the prior precision.
         """
         factors = self.fitted_factors(any_weights=any_weights)
         scale = 1 / (self.sigma_noise.square() * self.temperature)
-        delta = self.prior_precision.expand(len(factors))
+        precisions = self.prior_precision if delta is None else torch.tensor(delta)
         names = set(factors.blocks if names is None else names)
         self._decompose([b for n, b in factors.blocks.items() if n in names - self._eigen.keys()])
         blocks = {}
-        for name, d in zip(factors.blocks, delta, strict=True):
+        for name, d in zip(factors.blocks, precisions.expand(len(factors)), strict=True):
             if name not in names:
                 continue
             eigen = self._eigen[name].scale(scale)
@@ -913,6 +881,9 @@ class Posterior:
 
     def network_outputs(self, samples: Float[Tensor, "S P"], x: Any) -> Float[Tensor, "S N *R C"]:
         """Return outputs of the network itself at parameter vectors, without changing the network.
+
+        Small inputs run at many vectors at once if all modules are of classes in
+        `kfac_backend.engine.model_calls.VECTORISED`. Otherwise one vector follows the other.
 
         Args:
             samples: parameter vectors θ from `sample`.
@@ -1014,28 +985,31 @@ class Posterior:
         return f.to(x.dtype), covariance.reshape(*batch, *covariance.shape[1:]).to(x.dtype)
 
     def _output_covariance(
-        self, x: Any, layers: Layers
+        self, x: Any, layers: Layers, delta: float | None = None
     ) -> OutputCovariance | LastLayerCovariance | JacobianCovariance:
-        """Return the function for output covariances at the current hyperparameters."""
+        """Return the function for output covariances at the current hyperparameters.
+
+        ``delta`` replaces the prior precision of Kronecker factors.
+        """
 
         def make() -> OutputCovariance | LastLayerCovariance | JacobianCovariance:
-            by_jacobians = self.structure != "kron" or self.enable_backprop
+            by_jacobians = self.structure != "kron" or (self.enable_backprop and delta is None)
             learning = trainable_layers(self.model)
             alone = len(learning) == 1
             if layers == "all" and by_jacobians:
                 return self._jacobian_covariance()
             if layers == "all" and not alone:
-                return OutputCovariance(self.model, self.precision_blocks())
+                return OutputCovariance(self.model, self.precision_blocks(delta=delta))
             last = learning[0] if alone else last_layer(self.model, x)
             # A block has the first name of a tied parameter.
             own = {id(p) for p in self.model.get_submodule(last).parameters()}
             names = {name for name, p in self.model.named_parameters() if id(p) in own}
             if by_jacobians:
                 return self._jacobian_covariance(names, None if alone else last)
-            blocks = self.precision_blocks(names)
+            blocks = self.precision_blocks(names, delta=delta)
             return LastLayerCovariance(self.model, last, blocks, alone=alone)
 
-        return self._cached(layers, make)
+        return self._cached((layers, delta), make)
 
     def _jacobian_covariance(
         self, names: Collection[str] | None = None, layer: str | None = None
