@@ -175,7 +175,7 @@ class Estimator(BaseEstimator):
             method: score of a row, see `marglik.acquire`.
             labelled: indices or a mask (N,) of rows that already have labels.
             joint: whether each choice takes into account that the earlier choices will be labelled.
-                None does this for the mutual information and the EPIG, where it is supported.
+                None does this for the mutual information, EPIG and LCMD, where it is supported.
         """
         x = self._checked_inputs(X)
         chosen = acquire(self.posterior_, x, number, method, labelled=labelled, joint=joint)

@@ -8,8 +8,10 @@ about the parameters. Sources: Houlsby et al. 2011 (arXiv:1112.5745); Kirsch, va
 
 For regression with Gaussian noise the mutual information is ½ log det(I + J Σ Jᵀ/σ²). It is largest
 for inputs unlike all others, whose labels inform little about the rest of the pool. The default is
-the expected predictive information gain (EPIG), the mean over inputs x* of the pool of I(y*; y).
-Source: Bickford Smith et al. 2023 (arXiv:2304.08151).
+LCMD (largest cluster, maximum distance): inputs that are far from all labelled inputs, in regions
+with many inputs, see `choose_in_clusters`. Source: Holzmüller et al. 2023 (arXiv:2203.09410). The
+expected predictive information gain (EPIG) is the mean over inputs x* of the pool of I(y*; y). It
+needs no labelled inputs. Source: Bickford Smith et al. 2023 (arXiv:2304.08151).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,12 +38,16 @@ from marglik.prediction.predictive import (
     laplace_predictive,
 )
 
-AcquisitionMethod = Literal["auto", "mutual_information", "epig", "entropy", "margin", "random"]
+AcquisitionMethod = Literal[
+    "auto", "mutual_information", "epig", "lcmd", "entropy", "margin", "random"
+]
 
 MOST_CANDIDATES = 500
 """Number of candidates of a joint choice: the inputs with the highest scores."""
 MOST_TARGETS = 250
 """Number of inputs of the pool, drawn at random, over which the EPIG is a mean."""
+MOST_CLUSTERED = 1000
+"""Number of candidates, and of labelled inputs, for LCMD; larger pools are sampled at random."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +92,22 @@ def acquire(
         method: the score. "mutual_information" is between the label and the parameters (nats,
             summed over the outputs if each has its own target). "epig" is the mean mutual
             information (nats) between the label and the label of another input of the pool, for
-            likelihood "regression"; it is computed with 250 inputs. "entropy" is the entropy of
-            the predicted class probabilities (nats). "margin" is minus the difference of the two
-            largest class probabilities. "random" draws uniform random numbers. "auto" is "epig"
-            for "regression" if this is supported, and otherwise "mutual_information".
-        labelled: indices, or a mask (M,), of inputs that must not be chosen.
+            likelihood "regression"; it is computed with 250 inputs. "lcmd" is the variance of the
+            difference between the output and the output of the nearest labelled input, in units of
+            σ², for likelihood "regression". "entropy" is the entropy of the predicted class
+            probabilities (nats). "margin" is minus the difference of the two largest class
+            probabilities. "random" draws uniform random numbers. "auto" is "lcmd" for "regression"
+            if this is supported, "epig" without ``labelled`` or for more than 500 inputs, and
+            otherwise "mutual_information".
+        labelled: indices, or a mask (M,), of the pool's inputs that have labels. They are not
+            chosen.
         joint: whether each choice takes into account that the earlier choices will be labelled, so
             that two inputs are not chosen for the same information. The choice is greedy among the
             500 inputs with the highest scores, with the uncertainty of all layers. It needs the
             posterior and a pool in memory. For classes see `choose_by_outputs`. For regression it
-            is exact and needs vectors (M, d). None chooses up to 500 inputs jointly if this is
-            supported and ``layers`` selects all layers.
+            is exact and needs vectors (M, d). For "lcmd" see `choose_in_clusters`; its candidates
+            are 1,000 inputs at random. None chooses up to 500 inputs jointly if this is supported
+            and ``layers`` selects all layers.
         samples: number of samples of the outputs, for classes.
         layers: layers whose uncertainty is included, see `PredictiveConfig`.
         batch_size: number of inputs per batch.
@@ -118,16 +129,21 @@ def acquire(
     if isinstance(source, Posterior) and method in ("auto", *of_source):
         is_cheap = PredictiveConfig(layers=layers).for_posterior(source).layers == "all"
     if method == "auto":
-        method = "epig" if is_cheap and "epig" in of_source else "mutual_information"
+        method = "mutual_information"
+        if is_cheap and "epig" in of_source:
+            has_labels = bool(_mask(labelled, len(pool)).any())
+            method = "lcmd" if has_labels and number <= MOST_CANDIDATES else "epig"
     if joint is None:
-        joint = is_cheap and method in of_source and 1 < number <= MOST_CANDIDATES
-    is_unsupported = (joint or method == "epig") and method not in of_source
+        # The first choice of LCMD also depends on the clusters.
+        least = 1 if method == "lcmd" else 2
+        joint = is_cheap and method in of_source and least <= number <= MOST_CANDIDATES
+    is_unsupported = (joint or method in ("epig", "lcmd")) and method not in of_source
     if is_unsupported or (joint and number > MOST_CANDIDATES):
         raise NotImplementedError(
             f"{number} inputs by method={method!r} with joint={joint} are not supported for this "
             f"{type(source).__name__} and pool. joint=True chooses up to {MOST_CANDIDATES} inputs, "
             "and needs a posterior and a pool in memory, of vectors (M, d) for regression. 'epig' "
-            "is for regression. Pass method='mutual_information' and joint=False."
+            "and 'lcmd' are for regression. Pass method='mutual_information' and joint=False."
         )
     if generator is None:
         device = source.mean.device if isinstance(source, Posterior) else "cpu"
@@ -135,8 +151,16 @@ def acquire(
     # Step 1: compute the score of each input on its own.
     targets = None
     if method == "epig":
-        order = torch.randperm(len(pool), generator=generator, device=generator.device)
-        targets = pool[order[:MOST_TARGETS].sort()[0].to(pool.device)]
+        targets = pool[_some(torch.arange(len(pool)), MOST_TARGETS, generator).to(pool.device)]
+    elif method == "lcmd":
+        known = _mask(labelled, len(pool)).nonzero()[:, 0]
+        if not len(known):
+            raise ValueError(
+                "method='lcmd' compares inputs with labelled inputs, but labelled is empty. Pass "
+                "the labelled inputs as a part of the pool and their indices as labelled, or pass "
+                "method='epig'."
+            )
+        targets = pool[_some(known, MOST_CLUSTERED, generator).to(pool.device)]
     score_of = _scores_of(source, method, samples, layers, generator, targets)
     with torch.no_grad():
         scores = torch.cat([score_of(x).double().cpu() for x in _batches(pool, batch_size)])
@@ -152,11 +176,18 @@ def acquire(
     if not joint:
         return Acquisition(order[:number], scores[order[:number]], scores, method)
     assert isinstance(source, Posterior)
-    candidates = order[: min(MOST_CANDIDATES, num_left)].sort()[0]
+    if method == "lcmd":  # at random, so that the clusters have the pool's density
+        candidates = _some(order[:num_left], MOST_CLUSTERED, generator)
+    else:
+        candidates = order[: min(MOST_CANDIDATES, num_left)].sort()[0]
     x = examples(pool, candidates)
     with torch.no_grad():
         if source.likelihood.kind == "classes":
             chosen, gain = _choose_labels(source, x, number, samples, generator)
+        elif method == "lcmd":
+            assert targets is not None
+            D = _distances(_covariances(source, torch.cat([targets, x])))
+            chosen, gain = choose_in_clusters(D, len(targets), number)
         else:
             chosen, gain = _choose_numbers(source, x, number, targets)
     return Acquisition(candidates[chosen], torch.stack(gain).double().cpu(), scores, method)
@@ -169,8 +200,14 @@ def _scores_of_joint(source: Posterior | Predictive, pool: Any) -> tuple[str, ..
     if source.likelihood.kind == "classes" and isinstance(pool, Tensor | Mapping):
         return ("mutual_information",)
     if source.likelihood.name == "regression" and isinstance(pool, Tensor) and pool.dim() == 2:
-        return ("mutual_information", "epig")
+        return ("mutual_information", "epig", "lcmd")
     return ()
+
+
+def _some(index: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Return up to ``number`` of these indices, drawn at random, in ascending order."""
+    order = torch.randperm(len(index), generator=generator, device=generator.device).cpu()
+    return index[order[:number]].sort()[0]
 
 
 def _batches(pool: Any, batch_size: int) -> Iterator[Any]:
@@ -217,7 +254,12 @@ def _scores_of(
     """Return the function from inputs (n, ...) to scores (n,)."""
     if targets is not None:
         assert isinstance(source, Posterior)
-        return lambda x: _gains(_covariances(source, torch.cat([targets, x])), len(targets))
+        T = len(targets)
+        if method == "lcmd":
+            return lambda x: _distances(_covariances(source, torch.cat([targets, x])))[:T, T:].amin(
+                0
+            )
+        return lambda x: _gains(_covariances(source, torch.cat([targets, x])), T)
     if method == "random":
         return lambda x: torch.rand(
             num_examples(x) or len(x), generator=generator, device=generator.device
@@ -325,6 +367,48 @@ def _gains(V: Float[Tensor, "T_n T_n C C"], T: int) -> Float[Tensor, " n"]:
     W = torch.linalg.solve_triangular(roots[:T, None], V[:T, T:], upper=False)
     W = torch.linalg.solve_triangular(roots[T:], W.mT, upper=False)
     return -_half_log_det(-W @ W.mT).mean(0)
+
+
+def _distances(V: Float[Tensor, "T T C C"]) -> Float[Tensor, "T T"]:
+    """Return the variance of the difference between the outputs of two inputs, summed over C."""
+    traces = V.diagonal(dim1=2, dim2=3).sum(-1)
+    own = traces.diagonal()
+    return (own[:, None] + own - 2 * traces).clamp(min=0)
+
+
+def choose_in_clusters(
+    D: Float[Tensor, "L_n L_n"], L: int, number: int
+) -> tuple[list[int], list[Tensor]]:
+    """Choose inputs by LCMD: in the largest cluster, the input at the maximum distance.
+
+    Each candidate belongs to the cluster of the nearest labelled or chosen input. The size of a
+    cluster is the sum of its distances. Outliers are few, so their clusters are small, although
+    their distances are large.
+    Source: Holzmüller et al. 2023 (arXiv:2203.09410), "LCMD" with training data.
+
+    Args:
+        D: squared distances between L labelled inputs, then n candidates.
+        L: number of labelled inputs.
+        number: number of candidates to choose.
+
+    Returns:
+        Indices of the chosen candidates, in order, and the distance of each from the nearest
+        labelled or chosen input.
+    """
+    nearest, cluster = D[:L, L:].min(0)
+    chosen, gains = [], []
+    for step in range(number):
+        sizes = nearest.new_zeros(L + number).index_add(0, cluster, nearest)
+        is_inside = cluster == sizes.argmax()
+        best = _first_of_largest(nearest.where(is_inside, -1.0), chosen)
+        chosen.append(best)
+        gains.append(nearest[best])
+        # The candidates that are nearer to the chosen input form its cluster.
+        to_best = D[L + best, L:]
+        is_nearer = to_best < nearest
+        cluster = cluster.masked_fill(is_nearer, L + step)
+        nearest = to_best.where(is_nearer, nearest)
+    return chosen, gains
 
 
 def _choose_labels(

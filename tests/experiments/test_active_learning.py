@@ -111,7 +111,7 @@ def test_concrete_is_the_published_split(tmp_path, monkeypatch):
         texts[name] = text.getvalue()
     write_uci(tmp_path / "uci.tar.gz", "concrete", texts)
     monkeypatch.setenv("MARGLIK_DATA", str(tmp_path))
-    pool = active_learning.concrete(3)
+    pool = active_learning.uci("concrete")(3)
     scaled = torch.tensor((rows - rows[train].mean(0)) / rows[train].std(0)).float()
     assert_close(torch.cat([pool.x, pool.x_test]), scaled[:, :3])
     assert_close(torch.cat([pool.y, pool.y_test]), scaled[:, 3:])

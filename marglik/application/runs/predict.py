@@ -134,6 +134,7 @@ def acquire_rows(
     output: str,
     method: AcquisitionMethod = "auto",
     joint: bool = True,
+    train: str | None = None,
     model: str | nn.Module | None = None,
     overwrite: bool = False,
     accelerator: Accelerator = "auto",
@@ -153,11 +154,13 @@ def acquire_rows(
         output: CSV file to write the rows to, outside of all folders of runs.
         method: score of a row. mutual_information is the information of the label about the
             parameters in nats, under the uncalibrated posterior. epig is its mean information about
-            the label of another row. entropy and margin are computed from the predicted class
-            probabilities. random is a random number. auto uses epig for regression.
+            the label of another row. lcmd is the distance from the nearest labelled row, and needs
+            train. entropy and margin are computed from the predicted class probabilities. random is
+            a random number. auto uses lcmd for regression, or epig without train.
         joint: whether each choice takes into account that the earlier choices will be labelled, so
-            that similar rows are not chosen together. It has an effect for mutual_information and
-            epig, if the network is small enough for the posterior of all layers.
+            that similar rows are not chosen together. It has an effect for mutual_information, epig
+            and lcmd, if the network is small enough for the posterior of all layers.
+        train: the training file, unchanged, for lcmd.
         model: class of the network. Pass it if it is your own class, because the folder alone must
             not choose the code that runs.
         overwrite: whether to replace an existing file.
@@ -169,14 +172,21 @@ def acquire_rows(
     device = device_of(accelerator)
     laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)
     generator = torch.Generator(device).manual_seed(seed)
+    labelled = None
+    if train is not None:
+        splits = training_rows(path, record, train)
+        known = [pair[0].to(x) for pair in (splits.train, splits.validation) if pair is not None]
+        rows_of_pool, x = len(x), torch.cat([x, *known])
+        labelled = range(rows_of_pool, len(x))
     chosen = acquire(
-        laplace, x.to(device), number, method, joint=None if joint else False, generator=generator
-    )
+        laplace, x.to(device), number, method, labelled=labelled, joint=None if joint else False,
+        generator=generator,
+    )  # fmt: skip
     rows = frame.iloc[chosen.index.tolist()].reset_index(drop=True)
     for name, column in (("score", chosen.gain), ("row", chosen.index)):
         rows.insert(0, name, column.numpy(), allow_duplicates=True)
     write_file(Path(output), rows.to_csv(index=False).encode())
-    return {"rows": number, "pool": len(x), "method": chosen.method, "output": output}
+    return {"rows": number, "pool": len(frame), "method": chosen.method, "output": output}
 
 
 def _check_output(rows: str, output: str, overwrite: bool) -> None:

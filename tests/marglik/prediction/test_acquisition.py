@@ -197,6 +197,53 @@ def test_predictive_information_is_the_decrease_of_the_entropy_of_other_labels(
             acquire(source, inputs, 1, "epig")
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_choice_in_clusters_is_that_of_loops_over_dense_variances(outputs, monkeypatch):
+    fitted, *_ = posterior("regression", outputs, sigma_noise=0.3)
+    x = normal(M, 2) + 1
+    x[0], x[9] = torch.tensor([-3.0, 3.0]), x[8]
+    _, J, _ = dense_outputs(fitted, x)
+    covariance, labelled = fitted.precision().covariance(), [4, 7, 11]
+
+    def variance(a, b):
+        difference = J[a] - J[b]
+        return float((difference @ covariance @ difference.T).trace() / 0.09)
+
+    def greedy(number, candidates):
+        centers, gains = list(labelled), []
+        for _ in range(number):
+            clusters = {c: [] for c in centers}
+            for n in candidates:
+                nearest = min(centers, key=lambda c: variance(n, c))
+                clusters[nearest].append((variance(n, nearest), n))
+            gain, best = max(max(clusters.values(), key=lambda each: sum(v for v, _ in each)))
+            centers.append(best)
+            gains.append(gain)
+        return centers[len(labelled) :], gains
+
+    candidates = [n for n in range(M) if n not in labelled]
+    found, (index, gains) = acquire(fitted, x, 5, labelled=labelled), greedy(5, candidates)
+    assert (found.method, found.index.tolist()) == ("lcmd", index)
+    assert_close(found.gain.tolist(), gains)
+    assert acquire(fitted, x, 1, labelled=labelled).index.tolist() == index[:1]
+    own = {n: min(variance(n, c) for c in labelled) for n in candidates}
+    assert_close(found.scores[candidates].tolist(), list(own.values()))
+    assert found.scores[labelled].isnan().all()
+    # The control: the inputs with the largest variances.
+    single = acquire(fitted, x, 5, labelled=labelled, joint=False).index.tolist()
+    assert single == sorted(candidates, key=lambda n: -own[n])[:5]
+    assert 0 in single and set(single) != set(index)
+    # Equal inputs are chosen last.
+    assert acquire(fitted, x, len(candidates), labelled=labelled).index[-1] in (8, 9)
+    # Of a large pool, some inputs are the candidates.
+    monkeypatch.setattr(acquisition, "MOST_CLUSTERED", 6)
+    some = sorted(acquire(fitted, x, 6, labelled=labelled).index.tolist())
+    assert some != candidates[:6]
+    assert acquire(fitted, x, 3, labelled=labelled).index.tolist() == greedy(3, some)[0]
+    with pytest.raises(ValueError, match="'lcmd' compares .* labelled is empty"):
+        acquire(fitted, x, 3, "lcmd")
+
+
 def test_deviations_given_a_label_have_the_expected_covariance():
     """E_y Cov(f | y) by loops over labels, with weights p_s(y) of the samples."""
     S, K = 9, 3
