@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from kfac_backend import corrected_factors, kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
-from kfac_backend.engine.model_calls import call_with
+from kfac_backend.engine.model_calls import call_with, in_channels_last
 from kfac_backend.optimizer import KFAC, PreconditionerOptions
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import Model, OwnNorm
@@ -214,3 +214,14 @@ def test_a_forward_that_fails(model, use):
         except error:
             pass
         assert fails.calls >= at and everything_of(model) == before
+
+
+@pytest.mark.parametrize(("channels", "kernel"), [(1, 3), (2, 1), (2, 3)])
+def test_convolutions_run_in_channels_last(channels, kernel):
+    """Also for one channel, whose entries have the same order in both formats."""
+    torch.manual_seed(0)
+    model, x = nn.Conv2d(channels, 3, kernel).double(), torch.randn(2, channels, 5, 5).double()
+    f = call_with(model, in_channels_last(model), x)
+    assert f.is_contiguous(memory_format=torch.channels_last)
+    assert not model(x).is_contiguous(memory_format=torch.channels_last)  # negative control
+    assert_close(f, model(x), check_stride=False)
