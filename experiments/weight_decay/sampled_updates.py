@@ -20,6 +20,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.models import VisionTransformer
 from experiments.studies import Result, grouped, markdown, mean_with_error, study
 from experiments.weight_decay.default_options import SMALLEST, rows_of_digits
 from experiments.weight_decay.training import (
@@ -78,6 +79,10 @@ PROBLEMS = {
     # These two were not looked at before the updates were as they are.
     "LSTM": Problem(Recurrent, 30, "adam", 3e-3, data=rows_of_digits, examples=700),
     "grouped convolutions": Problem(grouped_convolutions, 30, data=digits, examples=700),
+    "ViT": Problem(
+        lambda: VisionTransformer(10, 1, 8, patch_size=2, dim=32, depth=2), 30, "adam", 2e-3,
+        data=digits, examples=700,
+    ),
     "CIFAR-10 (JPEG), 4,000 images": Problem(
         lambda: convolutions(nn.BatchNorm2d, "flattened", 3, 16), 16,
         data=small_images, examples=4000,
