@@ -3,7 +3,7 @@
 The matrices may be singular, ill-scaled or not finite. Only `eigendecompositions` calls a solver.
 It gives the solver as little as possible:
 
-- For a matrix that M rows made, with M below half of its size, the M×M inner products of these
+- For a matrix that M rows made, with M at most 3/4 of its size, the M×M inner products of these
   rows. Their eigenvalues are the matrix's own, except for zeros, at (M / d)³ of the cost.
 - Otherwise only the rows and columns with an entry off the diagonal. Each other row belongs to an
   eigenvector that is a unit vector. There may be many such rows: the taps of a convolution that

@@ -350,14 +350,14 @@ def assert_eigenvalues(block, which, matrix, digits=1e-12):
     assert_close(values, expected, rtol=0, atol=digits * float(matrix.trace()))
 
 
-@pytest.mark.parametrize("num_data", [9, 12])
+@pytest.mark.parametrize("num_data", [13, 14])
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 @pytest.mark.parametrize("which", ["B", "A"])
 def test_few_rows_are_solved_by_their_inner_products(which, kfac_approx, num_data, sizes):
     """M×M instead of d×d, with the eigenvalues of the factor; a bias has those of its weight's."""
     factors, dense = factors_of_rows(wide(which), num_data, kfac_approx)
     weight, bias = factors.blocks.values()
-    few = 9 if num_data == 9 else 18  # at most d / 2 rows are few
+    few = 13 if num_data == 13 else 18  # at most 3d / 4 rows are few
     factors.eigenvalues()
     assert sorted(sizes) == [2, few]  # a B that two blocks have is solved once
     assert weight.factors["B"] is bias.factors["B"]
