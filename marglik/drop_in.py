@@ -23,7 +23,6 @@ from marglik.training.options import (
     WEIGHT_DECAY,
     Average,
     CurvatureFrom,
-    DecayPolicy,
     Keep,
     Schedule,
 )
@@ -73,7 +72,6 @@ def marglik_training(
     keep: Keep = "last",
     average: Average | None = "last",
     held_out: Iterable[Any] | None = None,
-    correct_decays: bool = False,
     curvature_from: CurvatureFrom = "auto",
     **options: Any,
 ) -> MarglikTraining:
@@ -120,9 +118,8 @@ def marglik_training(
         keep: "last", or "best" for the parameters of the update with the highest evidence, as in
             laplace-torch; see `Schedule`.
         average: parameters that are averaged, see `Schedule`.
-        held_out: held-out batches, see `OnlineTraining`.
-        correct_decays: whether the held-out batches correct the weight decays of a classifier, see
-            `DecayPolicy.corrected`.
+        held_out: held-out batches, which correct the weight decays of a classifier, see
+            `OnlineTraining`.
         curvature_from: "pass" uses all data in each update, as in laplace-torch; see
             `LearnerOptions`.
         options: fields of `CurvatureOptions`, such as ``kfac_approx`` or ``dict_key_mask``, except
@@ -155,7 +152,6 @@ def marglik_training(
     has_sigma, is_scalar = likelihood.has_sigma, prior_structure == "scalar"
     learner = PriorLearner(
         likelihood, curvature, schedule=schedule, weight_decay=weight_decay,
-        policy=DecayPolicy.corrected() if correct_decays else DecayPolicy(),
         structure="scalar" if is_scalar else "per_tensor", lr=lr_hyp, temperature=temperature,
         sigma_noise=sigma_noise_init if has_sigma else 1.0,
         learn_sigma_noise=has_sigma and not fix_sigma_noise,

@@ -26,7 +26,7 @@ from marglik.prediction.links import Prediction
 from marglik.prediction.predictive import Predictive, laplace_predictive, map_predictive
 from marglik.training.learner import PriorLearner
 from marglik.training.loop import OnlineTraining
-from marglik.training.options import WEIGHT_DECAY, DecayPolicy
+from marglik.training.options import WEIGHT_DECAY
 
 with extra("tables"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -65,7 +65,6 @@ class Estimator(BaseEstimator):
     """
 
     likelihood: str
-    correct_decays = False
     weight_decays_: dict[str, float]
 
     def __init__(
@@ -122,10 +121,7 @@ class Estimator(BaseEstimator):
         batches = Batches(x[train], y[train], self.batch_size, shuffle=True, seed=seed,
                                 device=x.device)  # fmt: skip
         optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
-        learner = PriorLearner(
-            self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs,
-            policy=DecayPolicy.corrected() if self.correct_decays else DecayPolicy(),
-        )  # fmt: skip
+        learner = PriorLearner(self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs)
         held_out = [(x[validation], y[validation])] if len(validation) else None
         with _seeded(seed):  # dropout draws random numbers
             result = OnlineTraining(
@@ -215,8 +211,6 @@ class MarglikClassifier(ClassifierMixin, Estimator):
         likelihood: "classification", or "noisy_classification" if labels may be wrong. With
             "noisy_classification" the held-out examples determine the share of wrong labels,
             ``posterior_.likelihood.parameters["noise"]``.
-        correct_decays: whether the held-out examples correct the weight decays, see
-            `marglik.DecayPolicy`.
     """
 
     classes_: np.ndarray
@@ -226,7 +220,6 @@ class MarglikClassifier(ClassifierMixin, Estimator):
         model: Network | None = None,
         *,
         likelihood: str = "classification",
-        correct_decays: bool = False,
         epochs: int = 200,
         batch_size: int = 32,
         lr: float = 1e-2,
@@ -240,7 +233,6 @@ class MarglikClassifier(ClassifierMixin, Estimator):
             held_out=held_out, random_state=random_state, device=device,
         )  # fmt: skip
         self.likelihood = likelihood
-        self.correct_decays = correct_decays
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on X (N, ...) and labels y (N,) of any type, and return the estimator.

@@ -1,13 +1,12 @@
 """Held-out labels beside the evidence: the corrections of `DecayPolicy` on ten problems.
 
 A part of the training and held-out labels is wrong: changed to another class, or to the next class
-("structured"); test labels are right. "Evidence" learns the decays without held-out labels, "rule"
-corrects them, "raise" and "lower" are its two halves. "Grid" is the best of five decays, one for
-all tensors, with the mean of the parameters over the last third of the epochs; the same held-out
-labels choose it. The test NLL is at the temperature and the share of wrong labels that fit the
-held-out labels best. The rule and its limit were chosen on other problems, and afterwards on 13
-runs here the condition that the gradient exceeds its standard error. Runs that it changes were
-repeated, without the seconds. In all runs the rate falls to 0.6 after half of the steps.
+("structured"); test labels are right. "Evidence" learns the decays without held-out labels. "Rule",
+the default, raises a common factor by held-out labels. "Lowering" also lowers single decays. "Grid"
+is the best of five decays, one for all tensors, with averaged parameters; the same held-out labels
+choose it. The test NLL is at the temperature and the share of wrong labels that fit the held-out
+labels best. The rule and its limit were chosen on other problems. The number of standard errors
+(1.5 instead of 1) was chosen on seeds 0 and 1. Runs that this changes were repeated.
 """
 
 import argparse
@@ -129,20 +128,12 @@ NOISES: dict[str, tuple[float, bool]] = {
 }
 """Share of wrong labels, and whether they are of the next class."""
 GRID = (5e-4, 3e-3, 1e-2, 3e-2, 1e-1)
-RULE: dict[str, Any] = {"raise_limit": 1.2, "lowering": True}
 WAYS: dict[str, dict[str, Any]] = {
-    "evidence": {},
-    "rule": RULE,
-    "raise": RULE | {"lowering": False},
-    "lower": RULE | {"raise_limit": None},
+    "evidence": {"raise_limit": None},
+    "rule": {"raise_limit": 1.2},
+    "lowering": {"raise_limit": 1.2, "lowering": True},
 }
 """Options of the learner."""
-ABLATED = (
-    "digits, MLP", "digits, convolutions", "CIFAR-10 (JPEG), BatchNorm",
-    "CIFAR-10 (JPEG), GroupNorm", "wine, BatchNorm",
-)  # fmt: skip
-ABLATED_SEEDS = 2
-"""Problems and seeds of "raise" and "lower"."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +174,6 @@ def run(config: Config) -> Result:
         train: Callable[..., Any] = partial(problem.run, split, config.seed)
         ways = results[noise] = {}
         for way, options in WAYS.items():
-            is_ablated = config.problem in ABLATED and config.seed < ABLATED_SEEDS
-            if way in ("raise", "lower") and not is_ablated:
-                continue
             loader = Batches(*split, problem.batch_size, shuffle=True, seed=config.seed)
             trained = train(None, loader=loader, held_out=held_out, **options)
             ways[way] = {"seconds": trained.seconds} | trained.record
@@ -227,8 +215,7 @@ def table(results: list[Result]) -> str:
             *("rule − evidence", "rule − grid", "accuracy", "gate opened"),
         ]
     ]
-    halves = [["rule without", "runs", "minus the rule", "worse in"]]
-    pairs: dict[str, list[list[float]]] = {"evidence": [], "grid": [], "raise": [], "lower": []}
+    pairs: dict[str, list[list[float]]] = {"evidence": [], "grid": [], "lowering": []}
     ratios, clean = [], []
     for problem, runs in grouped(results, "problem").items():
         for noise in NOISES:
@@ -237,8 +224,7 @@ def table(results: list[Result]) -> str:
                 ways["grid"] = of_grid(ways)
             nlls = {name: [ways[name]["nll"] for ways in seeds] for name in names}
             differences = {
-                name: [ways["rule"]["nll"] - ways[name]["nll"] for ways in seeds if name in ways]
-                for name in pairs
+                name: [ways["rule"]["nll"] - ways[name]["nll"] for ways in seeds] for name in pairs
             }
             for name, values in differences.items():
                 pairs[name].append(values)
@@ -259,29 +245,24 @@ def table(results: list[Result]) -> str:
                           for name in names),
                 f"{sum(opened)} of {len(seeds)}",
             ])  # fmt: skip
-    for missing, name in (("lowering", "raise"), ("raising", "lower")):
-        values = [-value for cell in pairs[name] for value in cell]
-        if values:
-            worse = sum(is_worse([-value for value in cell]) for cell in pairs[name])
-            halves.append([
-                missing, str(len(values)), mean_with_error(values, "{:+.4f}"),
-                f"{worse} of {sum(map(bool, pairs[name]))}",
-            ])  # fmt: skip
     summary = [
-        f"Rule minus {name}: {mean_with_error(values, '{:+.4f}')} over {len(values)} runs, the "
+        f"Rule minus {words}: {mean_with_error(values, '{:+.4f}')} over {len(values)} runs, the "
         f"largest {max(values):+.3f}; worse by two standard errors in "
         f"{sum(map(is_worse, pairs[name]))} of {len(pairs[name])} rows, better in "
         f"{sum(is_worse([-v for v in cell]) for cell in pairs[name])}."
-        for name in ("evidence", "grid")
+        for name, words in (
+            ("evidence", "evidence"),
+            ("grid", "grid"),
+            ("lowering", "rule with lowering"),
+        )
         if (values := [value for cell in pairs[name] for value in cell])
     ]
     return (
         "NLL of right test labels, and accuracy in % of the three ways. A star marks differences "
         f"above zero by more than two standard errors.\n\n{markdown(rows)}\n\n"
         + "\n\n".join(summary)
-        + f"\n\n{markdown(halves)}\n\nThe gate opened in {sum(clean)} of {len(clean)} runs with "
-        f"right labels. The rule's processor seconds are {statistics.median(ratios):.2f} times the "
-        "evidence's (median)."
+        + f"\n\nThe gate opened in {sum(clean)} of {len(clean)} runs with right labels. The rule's "
+        f"processor seconds are {statistics.median(ratios):.2f} times the evidence's (median)."
     )
 
 

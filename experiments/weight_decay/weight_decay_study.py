@@ -5,7 +5,8 @@ Ways to class probabilities, all with the same network, data and epochs:
 - default: a weight decay of 5e-4, and a cosine of the learning rate to zero;
 - grid: the best of seven fixed decays, with that cosine;
 - grid, averaged: the same, with our constant learning rate and averaged parameters;
-- learned: a decay for each tensor, learned by the loop with its default options;
+- learned: a decay for each tensor, learned by the loop with its default options, which use the
+  held-out data to correct decays;
 - ensemble of five, with the grid's decay or with the course that the learned ones took
   (Lakshminarayanan et al. 2017, arXiv:1612.01474);
 - dropout that stays on, with the best of five probabilities and the grid's decay (Gal & Ghahramani
@@ -137,9 +138,10 @@ class Comparison:
         return scaled_scores(way.held_out, self.held_out[1], way.test, self.test[1])
 
     def fixed(self, decay: Any, rate: str = "cosine", seed: int | None = None) -> Trained:
-        """A training with fixed decays."""
+        """A training with fixed decays, or with learned ones for None."""
         seed = self.seed if seed is None else seed
-        return self.problem.run(self.train_split, seed, decays=decay, rate=rate)
+        held_out = self.held_out if decay is None else None
+        return self.problem.run(self.train_split, seed, decays=decay, rate=rate, held_out=held_out)
 
     def ensemble(self, first: Way, decay: Any, rate: str) -> Way:
         """The first network and four others with its decay, or with the course of its decays."""

@@ -62,9 +62,9 @@ class MarginalLikelihood(Callback):
         curvature: all options of the curvature pass.
         network: name of the module's attribute with the network, such as "net" for ``self.net``.
             None if the module itself returns logits. Batches must be (x, y), or mappings.
-        held_out: held-out batches, from which "noisy_classification" learns the share of wrong
-            labels; None estimates it from the training labels. With
-            ``policy=DecayPolicy.corrected()`` they correct the weight decays of classifiers.
+        held_out: held-out batches, which correct the weight decays of classifiers (`DecayPolicy`).
+            "noisy_classification" learns the share of wrong labels from them; None estimates it
+            from the training labels.
         options: further arguments of `PriorLearner`.
 
     Raises:

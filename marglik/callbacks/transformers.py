@@ -86,10 +86,10 @@ class MarginalLikelihood(TrainerCallback):
             "regression" or "bernoulli".
         curvature: all options of the curvature pass. For language models use fisher="mc" and
             ignore_index=-100, see `TargetOptions` and docs/callbacks.md.
-        held_out: held-out batches, from which "noisy_classification" learns the share of wrong
-            labels; None estimates it from the training labels. The trainer must compute this
-            likelihood's loss; `attached` sets it to `loss`. With ``policy=DecayPolicy.corrected()``
-            the batches correct the weight decays of classifiers.
+        held_out: held-out batches, which correct the weight decays of classifiers (`DecayPolicy`).
+            "noisy_classification" learns the share of wrong labels from them; None estimates it
+            from the training labels. The trainer must compute the likelihood's loss; `attached`
+            sets it to `loss`.
         options: further arguments of `PriorLearner`; for language models use
             loss_mean_over="terms".
 

@@ -48,6 +48,8 @@ NUM_PARTS = 10
 """Number of parts of the held-out data. Their gradients differ by sampling errors."""
 OPEN = 1.0
 """Standard errors by which the held-out loss must exceed its best so far to open the gate."""
+SIGNIFICANT = 1.5
+"""Standard errors by which the derivative in the common factor must be below 0 to open the gate."""
 RISE = 0.5
 """Increase of the logarithm of the common factor in an update with an open gate."""
 DECLINE = 0.9
@@ -151,7 +153,6 @@ def _bases(blocks: list[KroneckerBlock]) -> dict[str, tuple[Basis, Basis | None]
     plain = [block for block in blocks if not isinstance(block, CorrectedBlock)]
     factors = {id(F): (F, name) for block in plain for F, name in block.named_factors()}
     rows = {key: None if F.rows is None else F.rows.double() for key, (F, _) in factors.items()}
-    # In float64, because the evidence uses the same eigenvalues.
     solved = eigendecompositions(
         [
             (Factor(F.matrix.double() if (x := rows[key]) is None else x @ x.mT), name)
@@ -160,15 +161,10 @@ def _bases(blocks: list[KroneckerBlock]) -> dict[str, tuple[Basis, Basis | None]
         vectors=True,
     )
     bases: dict[int, Basis] = {}
-    for (key, x), (values, vectors, clipped) in zip(rows.items(), solved, strict=True):
-        F, known = factors[key][0], values
+    for (key, x), (values, vectors, _) in zip(rows.items(), solved, strict=True):
         if x is not None:
-            zeros = values.new_zeros(*values.shape[:-1], F.shape[-1] - values.shape[-1])
-            known = torch.cat([zeros, values], -1)
             least = values[..., -1:] * torch.finfo(values.dtype).eps * values.shape[-1]
             vectors = vectors * values.rsqrt().where(values > least, 0.0)[..., None, :]
-        if F.eigenvalues is None:  # all ranks know them, if there are several
-            F.eigenvalues = known, clipped
         bases[key] = Basis(values, vectors, x)
     result: dict[str, tuple[Basis, Basis | None]] = {}
     for block in blocks:
@@ -355,8 +351,8 @@ def correct(problem: Problem, state: LearnerState, posterior: Posterior) -> Tens
     rises, in_groups = False, None
     if by_part is not None:
         in_groups = torch.stack([hyper.groups.sum_over_tensors(row) for row in by_part])
-        in_common = shrunk(in_groups[:, state.holds_weights(problem)].sum(1))
-        rises = may_raise(problem, state, z) and in_common.item() < 0
+        in_common = in_groups[:, state.holds_weights(problem)].sum(1)
+        rises = may_raise(problem, state, z) and is_negative(in_common)
     move_gate(measures, losses, z, policy.raise_limit if rises else None)
     if rises or in_groups is None or not policy.lowering:
         return None
@@ -372,6 +368,17 @@ def move_gate(measures: Measures, losses: Tensor, z: float, limit: float | None)
         measures.log_factor *= DECLINE
     else:
         measures.log_factor = min(limit, measures.log_factor + RISE)
+
+
+def is_negative(of_parts: Tensor) -> bool:
+    """Return whether the mean over parts, (P,), is below 0 by ``SIGNIFICANT`` standard errors.
+
+    A single part has no standard error, so it shows nothing.
+    """
+    if len(of_parts) < 2:
+        return False
+    error = of_parts.std().item() / math.sqrt(len(of_parts))
+    return of_parts.mean().item() < -SIGNIFICANT * error
 
 
 def shrunk(of_parts: Tensor) -> Tensor:

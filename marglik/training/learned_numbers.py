@@ -277,8 +277,7 @@ def log_benefit_of_held_out(problem: Problem, state: LearnerState) -> None:
     if noise := state.likelihood.parameters["noise"].item():
         _logger.warning(
             "the training labels show a share of random labels of %.2f. Held-out labels would "
-            "determine this share, and can correct weight decays that let the network fit wrong "
-            "labels. Pass held_out=batches and policy=DecayPolicy.corrected(), see "
-            "docs/weight-decay.md.",
+            "determine this share, and correct weight decays that let the network fit wrong "
+            "labels. Pass held_out=batches, see docs/weight-decay.md.",
             noise,
         )

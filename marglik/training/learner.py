@@ -109,12 +109,11 @@ class PriorLearner:
                 length, an "epoch" is then a round of steps with 2,560 examples, or N.
             ranks: the ranks that train together; None takes all of `torch.distributed`.
             sums_terms: whether the loss is a mean over examples of sums over their terms.
-            held_out: held-out batches, from which the share of wrong labels is learned. The learner
-                reads them at the start, as a check, and after each epoch of the last third. With
-                several ranks, pass this rank's part of each batch. None estimates the share from
-                the training labels, which is less accurate. With `DecayPolicy.corrected` the
-                learner also reads them at each update, and corrects the weight decays of
-                classifiers.
+            held_out: held-out batches, for classifiers. The learner reads them at the start, as a
+                check, and at each update, to correct the weight decays (`DecayPolicy`). With
+                "noisy_classification" it also reads them after each epoch of the last third, to
+                learn the share of wrong labels. None estimates this share from the training labels,
+                which is less accurate. With several ranks, pass this rank's part of each batch.
             hooks: "gradients" if the caller ends the epochs; "none" if it also adds the prior's
                 gradient, with the functions of `marglik.training.algorithm`.
 

@@ -136,8 +136,9 @@ class OnlineTraining:
         scheduler: the optimiser's learning-rate schedule, stepped after every batch; None keeps the
             rate constant.
         curvature_loader: data of the curvature pass; None uses the training loader.
-        held_out: held-out batches, from which the share of wrong labels is learned, or which
-            correct the weight decays, see `PriorLearner.start`.
+        held_out: held-out batches, for classifiers: they correct the weight decays, and
+            "noisy_classification" learns the share of wrong labels from them, see
+            `PriorLearner.start`.
         fabric: devices and precision, launched; None uses the model's device in full precision.
         compile_mode: mode of `torch.compile` for the network's steps; None does not compile.
         on_record: function that gets the record of each epoch and each update, and after a resume

@@ -35,9 +35,6 @@ WEIGHT_DECAY = 5e-4
 """The initial weight decay of all groups."""
 LATE_SHARE = 1 / 3
 """Share of the epochs, at the end of the training, in which label noise is learned."""
-RAISE_LIMIT = 1.2
-"""Largest logarithm of the factor on the weight decays of all weights in
-`DecayPolicy.corrected`."""
 
 
 @dataclass(frozen=True)
@@ -179,15 +176,17 @@ class DecayPolicy:
             A third of the epochs have ended. The mean loss exceeds its best value so far by more
             than a standard error. The gradient shows that higher decays would lower the loss, by
             more than its standard error over ten parts of the data (`held_out`). The evidence alone
-            cannot show this, because it is higher for a network that memorises wrong labels. Off by
-            default. On ten problems with 20 % wrong labels, this rule and ``lowering`` lower the
-            NLL by 0.018 ± 0.006 (`experiments.weight_decay.held_out_labels`).
+            cannot show this, because it is higher for a network that memorises wrong labels. The
+            rule does nothing without held-out labels, with other likelihoods, with a
+            ``hessian_structure`` other than "kron", and under ``fully_shard``. For
+            convolutions on 4,000 images of CIFAR-10 with 40 % wrong labels, it lowers the NLL by
+            0.14. On ten problems with 100 to 150 held-out labels, the NLL changes by −0.002 ± 0.002
+            (`experiments.weight_decay.held_out_labels`).
         lowering: whether, at updates that do not raise c, the held-out gradient in log δ is added
             to the gradient of the evidence. Only its part towards lower decays is added, as far as
-            ten parts of the held-out data agree. Large decays can keep a network from fitting. The
-            rule lowers the NLL of a transformer trained by Adam by 0.09, with and without wrong
-            labels. It raises the NLL by 0.006 on convolutions with structured noise. Off by
-            default.
+            ten parts of the held-out data agree. Large decays can keep a network from fitting.
+            The rule lowers the NLL of a transformer trained by Adam by 0.1. It raises the NLL of
+            networks on digits with wrong labels by 0.02.
 
     Raises:
         ValueError: a clip that is not above 1, a limit that is not above 0, or another
@@ -201,13 +200,8 @@ class DecayPolicy:
     settles_noise: bool = True
     rest: float | None = 0.1
     late_fit: LateFit | None = "warn"
-    raise_limit: float | None = None
+    raise_limit: float | None = 1.2
     lowering: bool = False
-
-    @property
-    def uses_held_out(self) -> bool:
-        """Whether held-out labels correct the decays."""
-        return self.raise_limit is not None or self.lowering
 
     def __post_init__(self) -> None:
         if self.raise_limit is not None and not self.raise_limit > 0:
@@ -224,11 +218,6 @@ class DecayPolicy:
     def off(cls) -> Self:
         """Return a policy without rules: only the evidence determines the weight decays."""
         return cls(None, None, False, None, False, None, None, None, False)
-
-    @classmethod
-    def corrected(cls) -> Self:
-        """Return a policy with the default rules and both corrections by held-out labels."""
-        return cls(raise_limit=RAISE_LIMIT, lowering=True)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class Problem:
         problem = cls(
             options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
         )
-        _check_corrections(problem)
+        _check_lowering(problem)
         return problem
 
     def initial_hyperparameters(self) -> Hyperparameters:
@@ -190,7 +190,9 @@ class Problem:
     @cached_property
     def corrects_decays(self) -> bool:
         """Whether held-out labels correct the weight decays, see `marglik.training.held_out`."""
-        return self.options.policy.uses_held_out and self.options.learns
+        policy = self.options.policy
+        is_on = policy.lowering or policy.raise_limit is not None
+        return is_on and self.options.learns and not _lacking_for_corrections(self)
 
 
 def parts_of(
@@ -224,21 +226,27 @@ def parts_of(
     return parts
 
 
-def _check_corrections(problem: Problem) -> None:
-    """Raise a ValueError if held-out labels should correct the weight decays but cannot."""
-    options, lacks = problem.options, None
+def _lacking_for_corrections(problem: Problem) -> str:
+    """Return what a correction by held-out labels lacks; empty if nothing is missing."""
+    options = problem.options
     if options.likelihood.name not in ("classification", "noisy_classification"):
-        lacks = f"a classifier, not likelihood '{options.likelihood}'"
-    elif options.hessian_structure != "kron":
-        lacks = f"hessian_structure='kron', not {options.hessian_structure!r}"
-    elif is_sharded(problem.model):
-        lacks = "whole parameters, not a model under fully_shard"
-    elif problem.held_out is None:
-        lacks = "held-out batches: pass held_out, or hold out a share of the data"
-    if problem.corrects_decays and lacks:
+        return f"a classifier, not likelihood '{options.likelihood}'"
+    if options.hessian_structure != "kron":
+        return f"hessian_structure='kron', not {options.hessian_structure!r}"
+    if is_sharded(problem.model):
+        return "whole parameters, not a model under fully_shard"
+    if problem.held_out is None:
+        return "held-out batches: pass held_out, or hold out a share of the data"
+    return ""
+
+
+def _check_lowering(problem: Problem) -> None:
+    """Raise a ValueError if held-out labels should lower weight decays but cannot."""
+    lacks = _lacking_for_corrections(problem)
+    if problem.options.policy.lowering and problem.options.learns and lacks:
         raise ValueError(
-            "The correction of weight decays (raise_limit, lowering, correct_decays) needs "
-            f"{lacks}. Omit it to learn the weight decays only from the evidence."
+            f"DecayPolicy(lowering=True) needs {lacks}. Omit it to learn the weight decays from "
+            "the evidence."
         )
 
 

@@ -33,16 +33,8 @@ def network(outputs):
     return nn.Sequential(nn.Linear(COLUMNS, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
 
 
-@pytest.mark.parametrize(
-    ("likelihood", "corrects"),
-    [
-        ("classification", False),
-        ("classification", True),
-        ("regression", False),
-        ("heteroscedastic", False),
-    ],
-)
-def test_predictions_are_those_of_the_direct_calls(likelihood, corrects):
+@pytest.mark.parametrize("likelihood", ["classification", "regression", "heteroscedastic"])
+def test_predictions_are_those_of_the_direct_calls(likelihood):
     """`marglik_training`, `calibrate`, then a fit to all, on columns that numpy standardises."""
     is_classes = likelihood == "classification"
     options = {"epochs": 6, "random_state": np.random.RandomState(1), "held_out": 0.25}
@@ -50,7 +42,6 @@ def test_predictions_are_those_of_the_direct_calls(likelihood, corrects):
     kind = MarglikClassifier if is_classes else MarglikRegressor
     outputs = {"classification": 3, "regression": 1, "heteroscedastic": 2}[likelihood]
     y = LABELS if is_classes else Y
-    options |= {"correct_decays": True} if corrects else {}
     found = clone(kind(network(outputs), likelihood=likelihood, **options)).fit(X, y)
 
     inputs = torch.tensor((X - X.mean(0)) / X.std(0))
@@ -66,7 +57,7 @@ def test_predictions_are_those_of_the_direct_calls(likelihood, corrects):
     loader = Batches(inputs[train], targets[train], 32, shuffle=True, seed=expected_seed)
     laplace, *_ = marglik_training(
         model, loader, likelihood, n_epochs=6, optimizer_kwargs={"lr": 1e-2},
-        held_out=[(inputs[held], targets[held])], correct_decays=corrects,
+        held_out=[(inputs[held], targets[held])],
     )  # fmt: skip
     decays = laplace.prior_precision / len(train)
     np.testing.assert_allclose([*found.weight_decays_.values()], decays)

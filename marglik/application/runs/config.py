@@ -60,16 +60,12 @@ class PriorConfig(Schedule):
             data and is exact. If this would take longer than a tenth of the training, the last
             update is an estimate, too. pass uses all data in each update, with the options of
             curvature.
-        correct_decays: whether the validation labels correct the weight decays of a classifier. Use
-            it for data with wrong labels that the network memorises. See docs/weight-decay.md for
-            data where it helps and where it harms.
     """
 
     weight_decay: float = WEIGHT_DECAY
     structure: PriorRules = "per_tensor"
     method: PriorMethod = "adam"
     curvature_from: CurvatureFrom = "auto"
-    correct_decays: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

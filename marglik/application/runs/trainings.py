@@ -91,8 +91,6 @@ def train_network(
     model = training.build().to(setup.fabric.device)
     torch.manual_seed(training.seed)
     schedule, policy = prior.schedule(run.epochs), DecayPolicy()
-    if prior.correct_decays:
-        policy = DecayPolicy.corrected()
     curvature = setup.curvature.options(splits.targets)
     if training.name == "plain":
         schedule, policy = replace(schedule, updates=0, average=None), DecayPolicy(clip=None)
