@@ -1,15 +1,17 @@
-"""A fit of four networks beside laplace-torch's backends and beside the limit.
+"""A fit of six networks beside laplace-torch's backends and beside the limit.
 
 A fit is the Kronecker factors of all batches of some noise, without eigenvalues. Ours is
 `kronecker_factors`, with its proof; "proved" is a later pass over the same model without one. A
 peer's is what laplace-torch's ``fit`` calls for each batch, without the sum over batches. The limit
 is a forward pass and V backward passes to the inputs only, with frozen weights in channels_last:
 V = 9 for the exact GGN of ten classes, V = 1 for one Monte Carlo sample. Parameters that the peers
-cannot take, the scalars of Fixup and those of BatchNorm, are frozen only for them.
+cannot take, the scalars of Fixup, those of norms and embeddings, are frozen only for them. GPT is
+measured by one Monte Carlo sample alone, because it has 256 classes. Its peers get the positions of
+its outputs as examples.
 
 All take turns in one process, and processor seconds of one thread are counted. A ratio is the
 median of the rounds' ratios: with other work on the machine, seconds of different rounds differ.
-``python -m experiments.speed.fits`` takes ten minutes of one core.
+``python -m experiments.speed.fits`` takes a quarter of an hour of one core.
 """
 
 import sys
@@ -21,9 +23,10 @@ from typing import Any, get_args
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
-from experiments.speed.contenders import PEERS, Work, limit, network, peer
+from experiments.models import GPT, VisionTransformer
+from experiments.speed.contenders import PEERS, Work, language_limit, limit, network, peer
 from experiments.studies import Result, markdown, study
 from experiments.timing import interleaved, median_ratios
 from kfac_backend import kronecker_factors
@@ -50,8 +53,13 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: MLP(784, (256, 256), 10), (1, 28, 28)),
     "wrn_16_4": (lambda: network(CPU), (3, 32, 32)),
     "resnet18": (resnet18, (3, 32, 32)),
+    "vit": (
+        lambda: VisionTransformer(10, dim=192, depth=3, heads=3, mlp_ratio=4.0),
+        (3, 32, 32),
+    ),
+    "gpt": (lambda: GPT(context=128, dim=192, depth=3, heads=3, tied=False), (128,)),
 }
-"""Name -> a new network, and the shape of an example."""
+"""Name -> a new network, and the shape of an example: an image, or a sequence of tokens."""
 
 OURS, PROVED = "marglik", "marglik proved"
 
@@ -76,14 +84,22 @@ def contenders(config: Config) -> dict[str, Work]:
     """Name, such as "marglik, expand, exact" or "limit, mc" -> a pass over all batches."""
     new, shape = NETWORKS[config.name]
     torch.manual_seed(0)
+    has_tokens = len(shape) == 1
     x = torch.randn(config.examples, *shape)
     y = torch.randint(10, (config.examples,))
+    if has_tokens:
+        x, y = (torch.randint(256, (config.examples, *shape)) for _ in range(2))
     data = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
     work: dict[str, Work] = {}
     for fisher, vectors in VECTORS.items():
+        if has_tokens and fisher == "exact":
+            continue
         model: Any = new()
         model = model.to(memory_format=torch.channels_last)
-        work[f"limit, {fisher}"] = _in_turn([limit(model, x, vectors) for x, _ in data])
+        if has_tokens:
+            work[f"limit, {fisher}"] = language_limit(model, x, config.batch_size)
+        else:
+            work[f"limit, {fisher}"] = _in_turn([limit(model, x, vectors) for x, _ in data])
         for mode in MODES:
             kind = f"{mode}, {fisher}"
             options: dict[str, Any] = {"kfac_approx": mode, "fisher": fisher}
@@ -94,18 +110,33 @@ def contenders(config: Config) -> dict[str, Work]:
             work[f"{PROVED}, {kind}"] = partial(proved.factors_of, data, repeat_proof=False)
             for name, backend in PEERS.items():
                 if name != "asdl" or mode == "expand":
-                    model = without_batch_norm(new())
+                    model = FlatOutputs(only_linear(new()))
                     work[f"{name}, {kind}"] = _in_turn(
-                        [peer(backend, model, x, y, **options) for x, y in data]
+                        [peer(backend, model, x, y.flatten(), **options) for x, y in data]
                     )
     return work
 
 
-def without_batch_norm(model: nn.Module) -> nn.Module:
-    """The model with frozen parameters of BatchNorm."""
+class FlatOutputs(nn.Module):
+    """A network whose outputs (N, ..., C) become (M, C), one row for each position."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs (M, C)."""
+        return self.model(x).flatten(0, -2)
+
+
+def only_linear(model: nn.Module) -> nn.Module:
+    """The model with frozen parameters of norms, embeddings and position embeddings."""
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.BatchNorm2d | nn.LayerNorm | nn.Embedding):
             module.requires_grad_(False)
+    for name, p in model.named_parameters():
+        if name.endswith("position_embedding"):
+            p.requires_grad_(False)
     return model
 
 
@@ -126,6 +157,8 @@ def table(results: list[Result]) -> str:
     rows = [["network", "examples", "rounds", "Fisher", "mode", "fit", "proved", *peers]]
     for run, fisher, mode in product(results, VECTORS, MODES):
         config, seconds, kind = run["config"], run["seconds"], f"{mode}, {fisher}"
+        if f"{OURS}, {kind}" not in seconds:
+            continue
 
         def ratio(name: str, to: str, seconds: dict[str, list[float]] = seconds) -> str:
             return f"{median_ratios(seconds, to)[name]:.2f}" if name in seconds else ""
@@ -147,6 +180,8 @@ CONFIGS = {
     "mlp": Config("mlp", 2000, 128, 5),
     "wrn_16_4": Config("wrn_16_4", 32, 32, 3),
     "resnet18": Config("resnet18", 16, 16, 3),
+    "vit": Config("vit", 64, 32, 3),
+    "gpt": Config("gpt", 64, 16, 3),
 }
 
 main = study(
