@@ -213,8 +213,9 @@ def fit(
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):
             evidences, record = update_prior(
-                hyper, posterior, data, N, steps, is_sample=is_sample, repeat_proof=is_last,
-                largest=largest, settles_noise=settles, pull=pull, progress=problem.progress,
+                hyper, posterior, data, N, steps, is_sample=is_sample,
+                repeat_proof=is_last or not is_sample, largest=largest, settles_noise=settles,
+                pull=pull, progress=problem.progress,
             )  # fmt: skip
         record |= plan._asdict() | {"num_data": N}
         if problem.corrects_decays:
