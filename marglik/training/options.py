@@ -173,11 +173,11 @@ class DecayPolicy:
             held-out labels of a classifier; None for no such factor. At each update except the
             last, the rule evaluates the average of the parameters on the held-out data, with τ and
             ε fitted there. c rises by 0.5 if three conditions hold, and falls by a tenth otherwise.
-            A third of the epochs have ended. The mean loss exceeds its best value so far by more
+            A third of the epochs has ended. The mean loss exceeds its best value so far by more
             than a standard error. The gradient shows that higher decays would lower the loss, by
-            more than its standard error over ten parts of the data (`held_out`). The evidence alone
-            cannot show this, because it is higher for a network that memorises wrong labels. The
-            rule does nothing without held-out labels, with other likelihoods, with a
+            more than 1.5 standard errors over ten parts of the data (`held_out`). The evidence
+            alone cannot show this, because it is higher for a network that memorises wrong labels.
+            The rule does nothing without held-out labels, with other likelihoods, with a
             ``hessian_structure`` other than "kron", and under ``fully_shard``. For
             convolutions on 4,000 images of CIFAR-10 with 40 % wrong labels, it lowers the NLL by
             0.14. On ten problems with 100 to 150 held-out labels, the NLL changes by −0.002 ± 0.002
