@@ -126,7 +126,7 @@ def test_digits_preset_keeps_its_promise(tmp_path, capsys, monkeypatch):
     shorter = ["--epochs", "20", "--output", str(tmp_path / "run")]
     assert main(["train", "--config", "digits", *shorter]) == 0
     printed = capsys.readouterr().out.partition("\nWritten to")[0]
-    shown = (ROOT / "docs/index.md").read_text().partition("It ends with\n\n```")[2]
+    shown = (ROOT / "docs/index.md").read_text().partition("output ends with\n\n```")[2]
     assert printed.lstrip().startswith("With learned weight decays and averaged parameters")
     assert without_numbers(shown.partition("```")[0]) == without_numbers(printed)
     results = results_of(tmp_path / "run")
