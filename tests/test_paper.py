@@ -191,7 +191,7 @@ def at_256(mode):
 
 MODES = ("expand", "reduce")
 BATCHES = (128, 256, 512, 1024, 2048)
-CPU, GPU = "bench_curvature_cpu/batch_128", "bench_curvature_cuda/update_50000"
+CPU, GPU = "bench_curvature_cpu/batch_32", "bench_curvature_cuda/update_50000"
 LINEAR, POOLED = "deep linear network", "convolution, average pooling, linear layer"
 ATTENTION = "linear self-attention, N = "
 

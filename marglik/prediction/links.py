@@ -125,11 +125,10 @@ class Calibration:
         if self.label_noise:
             outputs += f", {self.label_noise:.1%} of the labels modelled as random"
         if self.covariance_scale == 0:
-            return (
-                f"{outputs}, covariances times 0, because no other factor improved the held-out "
-                "NLL. Epistemic uncertainty is therefore zero, and all intervals of regression "
-                "have the same width. To score unusual inputs, use the uncalibrated predictive"
-            )
+            text = f"{outputs}, covariances times 0: no larger factor lowered the held-out NLL. "
+            if self.sigma_noise is None:
+                return text + "The predictive has no epistemic uncertainty; use its entropy"
+            return text + "All intervals have the same width; the uncalibrated ones do not"
         none = " (in effect none)" if self.covariance_scale < 1e-3 else ""
         return f"covariances times {self.covariance_scale:.3g}{none}, {outputs}"
 
