@@ -118,8 +118,8 @@ class CalibratedPredictive(ModelPredictive):
     """A predictive with its calibration."""
 
     uncalibrated: Predictive = field(repr=False)
-    """The predictive at s = τ = 1. It has epistemic uncertainty even if the calibrated s is 0. To score
-    how unusual an input is, use the entropy of the calibrated prediction."""
+    """The predictive at s = τ = 1. It has epistemic uncertainty even if the calibrated s is 0. To
+    score how unusual an input is, use the entropy of the calibrated prediction."""
     calibration_fit: CalibrationFit
     """The calibration, with the NLL of the held-out data with and without calibration."""
 
