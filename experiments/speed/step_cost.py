@@ -3,7 +3,8 @@
 All networks are trained by SGD with momentum and Nesterov's rule, in a loop of a few lines. The
 plain training has one weight decay. All take turns in one process and one thread, without an update
 of the weight decays. "No average" has ``average=None``; "no comparison" also lacks the fingerprints
-by which `finish` notices weights that were restored.
+by which `finish` notices weights that were restored. A learner also looks at the steps of unknown
+optimisers. This is off here, because it would slow the other trainings.
 
 Memory is counted in tensors: the bytes of those that a learner keeps after some steps, apart from
 weights, gradients, momentum and data; and the peak of a step beyond what is there before it.
@@ -71,14 +72,17 @@ class Training:
             self.learner = PriorLearner("classification", epochs=10_000, **average)
             # No epoch ends, and no update is due.
             self.learner.start(self.model, self.optimizer, self.data, 10_000, hooks="gradients")
-            for left in self.learner._hooks._left if "no comparison" in arm else ():  # pyright: ignore
+            hooks: Any = self.learner._hooks
+            for handle in hooks._handles[:2]:  # on all optimisers
+                handle.remove()
+            for left in hooks._left if "no comparison" in arm else ():
                 left.remember = left.look_before_step = lambda: None
         self.run()
-        gc.collect()
         self.kept = sum(size for key, size in self.tensors().items() if key not in before)
 
     def tensors(self) -> dict[int, int]:
         """The bytes of all memory that tensors have, by its address."""
+        gc.collect()  # otherwise new tensors may get the addresses of old ones
         found = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         found += [p.grad for p in self.model.parameters() if p.grad is not None]
         memories = [t.untyped_storage() for t in found]
@@ -128,14 +132,15 @@ def tasks(options: argparse.Namespace) -> list[Config]:
 
 def table(results: list[Result]) -> str:
     """The median time of a step and its quartiles, in plain steps; memory in units of weights."""
-    rows = [["network", "weights", "training", "a step, plain steps", "quartiles",
+    rows = [["network", "weights", "training", "a step, µs", "plain steps", "quartiles",
              "kept by the learner, weights", "peak of a step, weights"]]  # fmt: skip
     for result in results:
         size: Any = result["weights_bytes"]
         for arm, ratios in result["ratios"].items():
             low, middle, high = statistics.quantiles(ratios)
             rows.append([
-                result["config"]["network"], f"{result['weights']:,}", arm, f"{middle:.3f}",
+                result["config"]["network"], f"{result['weights']:,}", arm,
+                f"{1e6 * result['seconds_of_a_step'][arm]:.0f}", f"{middle:.3f}",
                 f"{low:.3f} to {high:.3f}", f"{result['kept_bytes'][arm] / size:.3f}",
                 f"{result['peak_bytes'][arm] / size:.2f}",
             ])  # fmt: skip

@@ -46,7 +46,6 @@ def precision_to_weight_decay(
     return prior_precision * temperature / num_data
 
 
-@torch.no_grad()
 def add_penalty(
     parameters: list[nn.Parameter],
     weight_decays: Sequence[float],
@@ -63,9 +62,10 @@ def add_penalty(
     values = local_parts(parameters)
     for i, row in padding.items():
         values[i] = without_row(parameters[i], row)
-    own = iter(local_parts(p.grad for p in parameters if p.grad is not None))
-    present = [None if p.grad is None else next(own) for p in parameters]
-    if values[0].device.type == "cpu":
+    of_parameters = [p.grad for p in parameters]
+    own = iter(local_parts(g for g in of_parameters if g is not None))
+    present = [None if g is None else next(own) for g in of_parameters]
+    if values[0].is_cpu:
         # Like a weight decay in torch's SGD: this takes a quarter of the time of its foreach
         # functions, which are loops here. In place, unless two parameters share a gradient, as
         # after a compiled backward pass.
@@ -85,8 +85,9 @@ def add_penalty(
         if summed:
             torch._foreach_add_(*map(list, zip(*summed, strict=True)))
     # A parameter that does not affect the loss still has its prior.
-    for p, gradient in zip(parameters, with_local_parts(parameters, pulls), strict=True):
-        if p.grad is not gradient:
+    gradients = with_local_parts(parameters, pulls)
+    for p, former, gradient in zip(parameters, of_parameters, gradients, strict=True):
+        if gradient is not former:
             p.grad = gradient
     if not with_value:
         return None

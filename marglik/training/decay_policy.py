@@ -335,7 +335,6 @@ def _may_be_invariant(name: str, tensors: dict[str, nn.Parameter]) -> bool:
     return False
 
 
-@torch.no_grad()
 def clip_gradients(
     parameters: list[nn.Parameter],
     running: Tensor | float | None,
@@ -356,11 +355,11 @@ def clip_gradients(
     Returns:
         The new running mean; on a GPU a tensor, because reading a number would wait for it.
     """
-    with_gradient = [p for p in parameters if p.grad is not None]
-    gradients = local_parts(p.grad for p in with_gradient if p.grad is not None)
-    norms = norms_over_parts(torch._foreach_norm(gradients), with_gradient)
+    present = [p.grad for p in parameters if p.grad is not None]
+    gradients = local_parts(present)
+    norms = norms_over_parts(torch._foreach_norm(gradients), present)
     norm: Any
-    if norms[0].device.type == "cpu":  # operations on tensors would take longer than the norms
+    if norms[0].is_cpu:  # operations on tensors would take longer than the norms
         norm, scale = math.hypot(*map(float, norms)), float(scale)
         running = None if running is None else float(running)
     else:

@@ -70,7 +70,6 @@ class WeightAverage:
         self.include_latest()
         self.has_latest = self.is_written = False
 
-    @torch.no_grad()
     def include_latest(self) -> None:
         """Add the present values, unless the average already includes the latest step."""
         if self.has_latest:
