@@ -184,7 +184,8 @@ class CurvaturePass:
         if not sums.num_data:
             raise ValueError(
                 "The data is empty: no batch was added since the start or since the last call of "
-                "factors()."
+                "factors(). Likely causes: an empty data set, drop_last=True with fewer examples "
+                "than a batch, or a generator that was already read."
             )
         blocks = assemble_blocks(driver.model, sums)
         return KroneckerFactors(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.engine.batches import NO_BATCH
 from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.factor_sums import FactorSums
 from kfac_backend.engine.model_calls import plain_attention
@@ -141,7 +142,7 @@ class FactorDerivatives:
             driver.add_all(data, "Gradient of the factors", progress)
         sums = driver.finish()
         if not sums.num_data:
-            raise ValueError("The data is empty: no batch was added.")
+            raise ValueError(NO_BATCH)
         scale = self._factors.num_data / sums.num_data
         return [scale * gradient for gradient in sums.others.values()]
 

@@ -243,7 +243,10 @@ class Likelihood:
 
     def log_probabilities(self, f: Float[Tensor, "*terms C"]) -> Tensor:
         """Return log p of each class (*terms, K), or of no and yes per output (*terms, C, 2)."""
-        raise NotImplementedError(f"likelihood '{self}' has no log_probabilities; define them.")
+        raise NotImplementedError(
+            f"likelihood '{self}' has no class probabilities. Define log_probabilities(f) in "
+            f"{type(self).__name__}."
+        )
 
     def predicted(self, f: Float[Tensor, "*terms C"]) -> Int[Tensor, "*terms"]:
         """Return the most probable class of each term."""
@@ -257,7 +260,10 @@ class Likelihood:
             variance: variance of each output.
             sigma: σ, if the likelihood has one.
         """
-        raise NotImplementedError(f"likelihood '{self}' has no moments; define them to predict.")
+        raise NotImplementedError(
+            f"likelihood '{self}' has no moments, which predictions need. Define moments(f, "
+            f"variance, sigma) in {type(self).__name__}."
+        )
 
     def observed(self, y: Tensor, variance: Tensor) -> Observed:
         """Return the observed part of targets for comparison with predictions.
@@ -612,7 +618,8 @@ class Ordinal(Diagonal, _Labels):
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         if f.shape[-1] != 1:
             raise ValueError(
-                f"likelihood '{self}' needs one output, but the model has {f.shape[-1]}."
+                f"likelihood '{self}' needs one output, but the model has {f.shape[-1]}. Return "
+                "(N, 1): the cut points divide this output into classes."
             )
         K = len(self.cuts) + 1
         Classification().check(f.expand(*f.shape[:-1], K), y, may_ignore)
@@ -686,7 +693,10 @@ class RegressionPerOutput(Regression):
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         super().check(f, y)
         if len(self.parameters["noise"]) not in (1, f.shape[-1]):
-            raise ValueError(f"likelihood '{self}' does not support {f.shape[-1]} outputs.")
+            raise ValueError(
+                f"likelihood '{self}' has noises for {len(self.parameters['noise'])} outputs, but "
+                f"the model has {f.shape[-1]}. Pass one noise for each output, or omit them."
+            )
 
     def _relative_noise(self, f: Tensor) -> Tensor:
         return self.parameters["noise"].to(f)
@@ -708,8 +718,12 @@ class KnownNoise(Regression):
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         super().check(f, y)
-        if not (y.chunk(2, -1)[1] > 0).all():
-            raise ValueError(f"likelihood '{self}' needs positive standard deviations.")
+        noise = y.chunk(2, -1)[1]
+        if not (noise > 0).all():
+            raise ValueError(
+                f"likelihood '{self}' needs positive standard deviations, not {noise.min():g}. "
+                "They are the second half of the targets' last axis."
+            )
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """Return ½(y − f)²/n² + log n + ½ log 2π of each output."""
@@ -755,7 +769,7 @@ class Heteroscedastic(Diagonal):
         if f.shape[-1] % 2:
             raise ValueError(
                 f"likelihood '{self}' needs two outputs for each number, but the model has "
-                f"{f.shape[-1]}."
+                f"{f.shape[-1]}. Return all means, then one value for each noise: (N, 2C)."
             )
         return *f.shape[:-1], f.shape[-1] // 2
 
@@ -795,8 +809,12 @@ class Poisson(Diagonal):
 
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         super().check(f, y)
-        if not ((y >= 0) & (y == y.round())).all():
-            raise ValueError(f"likelihood '{self}' needs counts 0, 1, 2, ... as targets.")
+        is_count = (y >= 0) & (y == y.round())
+        if not is_count.all():
+            raise ValueError(
+                f"likelihood '{self}' needs counts 0, 1, 2, ... as targets, not "
+                f"{float(y[~is_count][0]):g}. Do not standardise them, or use 'regression'."
+            )
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """Return exp(f) − y f + log y! of each output."""
@@ -921,7 +939,11 @@ class Weibull(Diagonal):
         super().check(f, y)
         t, d = y.chunk(2, -1)
         if not (t > 0).all() or not ((d == 0) | (d == 1)).all():
-            raise ValueError(f"likelihood '{self}' needs times above 0, then 1 (event) or 0.")
+            raise ValueError(
+                f"likelihood '{self}' needs targets (N, 2C): times above 0, then 1 (event) or 0 "
+                f"(censored). The smallest time is {t.min():g}, and the marks are from {d.min():g} "
+                f"to {d.max():g}."
+            )
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """Return eᶻ − d (z + log k) of each output."""
@@ -971,7 +993,10 @@ class Bernoulli(Diagonal):
     def check(self, f: Tensor, y: Tensor, may_ignore: bool = False) -> None:
         super().check(f, y)
         if not ((y >= 0) & (y <= 1)).all():
-            raise ValueError(f"likelihood '{self}' needs targets in [0, 1].")
+            raise ValueError(
+                f"likelihood '{self}' needs targets in [0, 1], but they are from {y.min():g} to "
+                f"{y.max():g}. For classes 0 to C - 1 use 'classification'."
+            )
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:
         """Return −y log p − (1 − y) log(1 − p) of each output."""
@@ -1034,9 +1059,15 @@ class Weighted(Likelihood):
         super().check(f, y)
         targets, w = self._parts(y)
         if not (w >= 0).all():
-            raise ValueError(f"likelihood '{self}' needs weights of at least 0.")
+            raise ValueError(
+                f"likelihood '{self}' needs weights of at least 0, not {w.min():g}. They are the "
+                "last column of the targets."
+            )
         if self.of.has_labels and not torch.equal(y[..., 0], targets.to(y)):
-            raise ValueError(f"likelihood '{self}' needs whole numbers as labels.")
+            raise ValueError(
+                f"likelihood '{self}' needs whole numbers as labels. The targets are (N, 2): "
+                "label, then weight."
+            )
         self.of.check(f, targets)
 
     def losses(self, f: Tensor, y: Tensor) -> Tensor:

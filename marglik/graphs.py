@@ -113,9 +113,9 @@ class Graphs:
             counts = getattr(self, name)
             if counts.min() < 0 or counts.sum() != total:
                 raise ValueError(
-                    f"{name} has a minimum of {int(counts.min())} and a sum of "
-                    f"{int(counts.sum())}, but there are {total}. Each must belong to exactly one "
-                    "graph."
+                    f"The numbers in {name} must be at least 0 and add up to {total}, because each "
+                    f"row of {name.partition('_')[0]}s belongs to one graph. Their minimum is "
+                    f"{int(counts.min())}, and their sum {int(counts.sum())}."
                 )
         edge_graph = self.edge_graph
         for name in ("senders", "receivers"):

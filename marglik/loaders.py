@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from kfac_backend.engine.batches import check_read_twice, length, split_batch
+from kfac_backend.engine.batches import NO_BATCH, check_read_twice, length, split_batch
 from kfac_backend.options import TargetOptions, check_positive
 from kfac_backend.ranks import Ranks
 
@@ -163,7 +163,7 @@ def count_on_ranks(loader: Loader, ranks: Ranks, options: TargetOptions) -> int:
     """
     num_data = sum(ranks.gather(count_examples(loader, options)))
     if not num_data:
-        raise ValueError("The data is empty: the loader yields no batch.")
+        raise ValueError(NO_BATCH)
     return num_data
 
 

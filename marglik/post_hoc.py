@@ -99,7 +99,9 @@ def maximize_evidence(
     # "ABNORMAL" means that rounding stopped the line search: it is at the maximum.
     if not minimum.success and "ABNORMAL" not in str(minimum.message):
         raise FloatingPointError(
-            f"The evidence could not be maximised over the prior: {minimum.message}."
+            f"The evidence could not be maximised over the prior: {minimum.message}. Set "
+            "posterior.prior_precision to another initial value, or choose the prior by held-out "
+            "data (minimize_validation_loss)."
         )
     values = torch.tensor(minimum.x, device=logs.device).exp()
     delta = values[: len(groups.names)]

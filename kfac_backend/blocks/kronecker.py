@@ -339,9 +339,17 @@ class KroneckerFactors:
         )
         for name, value in mine.items():
             if json.dumps(value) != json.dumps(theirs[name]):  # the order of a mapping matters
-                raise ValueError(f"Cannot add factors with {name} {value!r} and {theirs[name]!r}.")
+                raise ValueError(
+                    f"Cannot add factors with {name} {value!r} and {theirs[name]!r}. Compute both "
+                    "with the same options."
+                )
         if list(self.blocks) != list(other.blocks):
-            raise ValueError("Cannot add factors of different parameters.")
+            differ = sorted(self.blocks.keys() ^ other.blocks.keys()) or ["in another order"]
+            raise ValueError(
+                "Cannot add factors of different parameters. Only one side has "
+                f"{', '.join(differ[:4])}. Compute both with the same model, and the same "
+                "parameters frozen."
+            )
 
 
 def _block(

@@ -16,6 +16,12 @@ from tqdm.auto import tqdm
 
 from kfac_backend.options import TargetOptions
 
+NO_BATCH = (
+    "The data is empty: the loader yields no batch. Likely causes: an empty data set, "
+    "drop_last=True with fewer examples than a batch, or a generator that was already read."
+)
+"""Error of a loader without batches."""
+
 
 def each_batch(loader: Iterable[Any], description: str, progress: bool = False) -> Iterator[Any]:
     """Return the batches of one pass over a loader, with an optional progress bar on a terminal.

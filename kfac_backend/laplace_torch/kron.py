@@ -73,7 +73,10 @@ class FactorKron(Kron):
             return self
         # Another nonzero Kron may contain our factors, loaded by laplace-torch's load_state_dict.
         if [[F.shape for F in Fs] for Fs in others] != [[F.shape for F in Fs] for Fs in kfacs]:
-            raise ValueError("Can only add curvature from the same backend and model.")
+            raise ValueError(
+                "Can only add curvature from the same backend and model, but the factors have "
+                "other shapes. Fit both with the same backend, model and frozen parameters."
+            )
         pairs = (zip(*both, strict=True) for both in zip(kfacs, others, strict=True))
         return FactorKron([[F + G for F, G in pair] for pair in pairs], self.names, self.constants)
 

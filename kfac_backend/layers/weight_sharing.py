@@ -199,7 +199,8 @@ class LinearRule(WeightSharingRule):
         """Return (N, ..., d_in) as (1, N, R, d_in)."""
         if a.dim() < 2:
             raise ValueError(
-                f"{self.layer} got shape {tuple(a.shape)}, but needs a batch (N, ..., d_in)."
+                f"{self.layer} got shape {tuple(a.shape)}, but needs a batch (N, ..., d_in). For "
+                "one example add the axis: x[None]."
             )
         return a.flatten(1, -2)[None] if a.dim() > 2 else a[None, :, None]
 

@@ -98,7 +98,8 @@ class MarginalLikelihood(Callback):
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"The module has {len(trainer.optimizers)} optimisers. MarginalLikelihood supports "
-                "one optimiser, because its step needs the gradients of all parameters."
+                "one optimiser, because its step needs the gradients of all parameters. Return one "
+                "optimiser with several parameter groups from configure_optimizers."
             )
         network = self._network_of(pl_module)
         if not isinstance(network, nn.Module):
@@ -317,7 +318,8 @@ def _loader_and_keys(trainer: Trainer) -> tuple[Any, list[Any]]:
     while isinstance(loader, dict | list | tuple):
         if len(loader) != 1:
             raise ValueError(
-                f"There are {len(loader)} training dataloaders; MarginalLikelihood needs one."
+                f"There are {len(loader)} training dataloaders. MarginalLikelihood needs one: join "
+                "the data sets (torch.utils.data.ConcatDataset)."
             )
         keys.append(next(iter(loader)) if isinstance(loader, dict) else 0)
         loader = loader[keys[-1]]

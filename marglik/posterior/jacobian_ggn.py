@@ -13,7 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import detached, each_batch, num_examples, split_batch
+from kfac_backend.engine.batches import (
+    NO_BATCH,
+    detached,
+    each_batch,
+    num_examples,
+    split_batch,
+)
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_parameters
 from kfac_backend.engine.task import Task
@@ -234,7 +240,7 @@ def jacobian_ggn(
         ggn = part if ggn is None else ggn + part
     parts = [part.to(device) for part in ranks.gather(ggn) if part is not None]
     if not parts:
-        raise ValueError("The data is empty: the loader yields no batch. Pass at least one batch.")
+        raise ValueError(NO_BATCH)
     total = replace(reduce(add, parts), rank=rank)
     return replace(total, H=_matrix(structure, rank, total.H)) if structure == "lowrank" else total
 

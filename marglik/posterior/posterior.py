@@ -1054,9 +1054,15 @@ def _checked(indices: Any, number: int) -> Tensor:
     """
     is_vector = isinstance(indices, Tensor) and indices.dtype == torch.long and indices.dim() == 1
     if not is_vector or not len(indices) or len(indices.unique()) != len(indices):
-        raise ValueError("Indices of parameters must be different, in a vector of int64.")
+        raise ValueError(
+            "Indices of parameters must be a vector of different int64 numbers, such as "
+            f"torch.tensor([0, 7, 30]), not {indices!s:.80}."
+        )
     if indices.min() < 0 or indices.max() >= number:
-        raise ValueError(f"Indices of parameters must be 0 to {number - 1}.")
+        raise ValueError(
+            f"Indices of parameters must be 0 to {number - 1}, the trainable parameters of the "
+            f"model, but they are from {int(indices.min())} to {int(indices.max())}."
+        )
     return indices
 
 
@@ -1106,6 +1112,6 @@ def last_layer(model: nn.Module, x: Any) -> str:
     if not ran:
         raise ValueError(
             f"{type(model).__name__} runs no layer with trainable parameters, so it has no last "
-            "layer."
+            "layer. Unfreeze a layer (requires_grad_(True)), or use all layers."
         )
     return ran[-1]

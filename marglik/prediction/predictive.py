@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kfac_backend.covariance.output_covariance import default_memory
 from kfac_backend.engine.batches import (
+    NO_BATCH,
     each_batch,
     example_shapes,
     examples,
@@ -488,9 +489,12 @@ def predict_all(
     parts = gathered(of_batch, batches, targets, "Predicting", progress, ranks)
     predicted = list(parts)
     if not predicted:
-        raise ValueError("The data is empty: the loader yields no batch.")
+        raise ValueError(NO_BATCH)
     if not sum(len(y) for _, y in predicted):
-        raise ValueError("No target counts: all labels are ignored or masked.")
+        raise ValueError(
+            "No target counts: all labels are ignored or masked. Check the labels, ignore_index "
+            "and the mask of the data (dict_key_mask)."
+        )
     predictions, all_targets = zip(*predicted, strict=True)
     return Prediction.cat(list(predictions)), torch.cat(all_targets)
 

@@ -209,7 +209,7 @@ class TrainingProbabilities:
                 targets are not supported.
         """
         if self.unknown or self._sums is None:
-            why = self.unknown or "there was no epoch"
+            why = self.unknown or "no epoch has ended. Call run() first"
             raise ValueError(f"Suspicious labels are not available: {why}.")
         return self._sums[:, :-1] / self._sums[:, -1:]
 

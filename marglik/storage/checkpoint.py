@@ -87,7 +87,10 @@ class Checkpoints:
         """
         path = self.folder / STATE
         if not path.is_file():
-            raise FileNotFoundError(f"{self.folder} contains no state ({STATE} is missing).")
+            raise FileNotFoundError(
+                f"{self.folder} contains no state ({STATE} is missing), so there is nothing to "
+                "resume. Start a new run."
+            )
         content = path.read_bytes()
         content, checksum = content[:-SIZE_OF_SUM], content[-SIZE_OF_SUM:]
         if checksum != hashlib.sha256(content).digest():

@@ -117,7 +117,9 @@ def load_pretrained(model: nn.Module, path: str | Path) -> str | None:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"No checkpoint at {path}.")
+        raise FileNotFoundError(
+            f"No checkpoint at {path}. Pass a safetensors file, or a state dict from torch.save."
+        )
     own = model.state_dict()
     state, prefixes = _read_checkpoint(path), ""
     while not own.keys() & state.keys():

@@ -39,7 +39,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
-from kfac_backend.engine.batches import arguments, each_batch, length, split_batch, to_device
+from kfac_backend.engine.batches import (
+    NO_BATCH,
+    arguments,
+    each_batch,
+    length,
+    split_batch,
+    to_device,
+)
 from kfac_backend.engine.model_calls import check_output, logits_of
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
@@ -347,7 +354,7 @@ class OnlineTraining:
             self.probabilities.end_epoch()
         totals = self._totals_over_ranks(values, examples)
         if not totals[-1]:
-            raise ValueError("The training data is empty: the loader yielded no batch.")
+            raise ValueError(f"Epoch {epoch} had no training examples. {NO_BATCH}")
         if not all(map(math.isfinite, totals)):
             raise FloatingPointError(
                 f"The training loss is not finite in epoch {epoch}. Likely causes: NaN in the "

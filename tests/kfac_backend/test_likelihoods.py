@@ -452,7 +452,7 @@ def test_wrong_texts_are_named(text, message):
         ("weighted(of='classification')", 2, torch.tensor([[0.5, 1.0], [1.0, 1.0]]), "whole"),
         ("ordinal(cuts=[0.0])", 2, torch.zeros(2).long(), "one output"),
         ("ordinal(cuts=[0.0])", 1, torch.tensor([0, 2]), "out of range"),
-        ("regression_per_output(noise=[1.0, 2.0])", 3, torch.zeros(2, 3), "does not support 3"),
+        ("regression_per_output(noise=[1.0, 2.0])", 3, torch.zeros(2, 3), "noises for 2 outputs"),
         ("classification(weights=[1, 2])", 3, torch.zeros(2).long(), "but the model has 3"),
     ],
 )

@@ -47,7 +47,8 @@ class AttentionByParts(LayerByParts):
         if query.dim() != 3:
             raise ValueError(
                 f"nn.MultiheadAttention got queries of shape {tuple(query.shape)}. The curvature "
-                "needs a batch of sequences, with three axes."
+                "needs a batch of sequences, with three axes. For one sequence add the axis of "
+                "examples, for example x[None] with batch_first=True."
             )
         if not layer.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
