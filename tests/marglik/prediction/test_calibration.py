@@ -287,16 +287,12 @@ def sure_outputs(wrong, n=200, C=4, seed=0):
     ), true  # fmt: skip
 
 
-def test_wrong_labels_are_found_and_no_grid_point_is_better():
-    """By hand: Σ log((1 − ε) p_τ(y) + ε/C), with both priors; then the temperature is the true."""
-    data, true = sure_outputs(0.3, n=2000)
-    found = calibration.fit_sharpness(data, scale=0.0)
-    assert found.label_noise == pytest.approx(0.3 * 4 / 3, abs=0.08)
-    assert found.output_temperature == pytest.approx(1, abs=0.2)
-    y = data.targets[:, None]
+def assert_best_of_a_grid(data, found):
+    """By hand: Σ log((1 − ε) p_τ(y) + ε/C), with both priors."""
+    y, C = data.targets[:, None], data.f.shape[1]
 
     def objective(tau, noise):
-        q = (1 - noise) * torch.softmax(data.f / tau, -1).gather(1, y) + noise / 4
+        q = (1 - noise) * torch.softmax(data.f / tau, -1).gather(1, y) + noise / C
         prior = PRIOR_OF_SHARPNESS * math.log(tau) ** 2 / 2
         prior += calibration.PRIOR_OF_NOISE * math.log1p(noise / calibration.SMALL_NOISE)
         prior += calibration.PRIOR_OF_MOST_NOISE * math.log(min(2 * (1 - noise), 1)) ** 2 / 2
@@ -306,6 +302,20 @@ def test_wrong_labels_are_found_and_no_grid_point_is_better():
     for noise in (0.0, 1e-3, 0.1, 0.3, 0.5, 0.8, *(found.label_noise * k for k in (0.97, 1.03))):
         for tau in (0.1, 0.5, 1.0, 2.0, 5.0, *(found.output_temperature * k for k in (0.97, 1.03))):
             assert objective(tau, noise) >= best - 1e-6
+
+
+def test_wrong_labels_are_found_and_no_grid_point_is_better():
+    """The temperature is the true one; of few examples, between this and the prior's 1."""
+    data, true = sure_outputs(0.3, n=2000)
+    found = calibration.fit_sharpness(data, scale=0.0)
+    assert found.label_noise == pytest.approx(0.3 * 4 / 3, abs=0.08)
+    assert found.output_temperature == pytest.approx(1, abs=0.2)
+    assert_best_of_a_grid(data, found)
+    few, _ = sure_outputs(0.0, n=30)
+    few = replace(few, f=4 * few.f)
+    found_of_few = calibration.fit_sharpness(few, scale=0.0)
+    assert 2 < found_of_few.output_temperature < 4
+    assert_best_of_a_grid(few, found_of_few)
     # Negative control: a temperature alone blurs all predictions to forgive the wrong labels.
     alone = fit_without_noise(data).output_temperature
     nlls = [
