@@ -192,9 +192,7 @@ def test_a_frozen_base_is_not_saved(on_base, tmp_path):
     assert names == {"down.weight", "up.weight", "head.weight", "head.bias", "scale"}
     model = lora(seed=1)
     model.base.load_state_dict(on_base.model.base.state_dict())
-    with pytest.raises(
-        ValueError, match="saved without the frozen parameters.*SHA-256 sums differ"
-    ):
+    with pytest.raises(ValueError, match="without the frozen parameters.*SHA-256 sums"):
         load_posterior(tmp_path, lora(seed=1))
     loaded = load_posterior(tmp_path, model)
     x, _ = data("classification")

@@ -206,9 +206,7 @@ def test_measurements():
     # log p/(1 − p) of the label is log_odds; and the margin is neither.
     assert_close((p[rows, y] / (1 - p[rows, y])).log(), f[rows, y] - others.logsumexp(1))
     assert relative(results[1], results[2]) > 0.01
-    with pytest.raises(
-        ValueError, match=r"shape \(6, 3\), but must be one number for each query \(6,\)"
-    ):
+    with pytest.raises(ValueError, match=r"\(6, 3\).* one number for each query \(6,\)"):
         influence(posterior, [(x, y)], [(x, y)], measurement=lambda f, y: f)
     with pytest.raises(ValueError, match="measurement='margins' is not supported"):
         influence(posterior, [(x, y)], [(x, y)], measurement="margins")

@@ -196,9 +196,7 @@ def test_files_and_sums_keep_the_constants(tmp_path):
     both = posterior.factors * 0.5 + posterior.factors
     assert both.blocks[constant].constants == (3 * PAD, 3 * PAD + 3)
     without = kronecker_factors(shared(PAD, 2), data(model, tokens()), "regression")
-    with pytest.raises(
-        ValueError, match="'table.weight' and 'first.weight' differ in .* constants"
-    ):
+    with pytest.raises(ValueError, match="'table.weight' and 'first.weight'.* constants"):
         posterior.factors.blocks[constant].add(without.blocks["first.weight"])
 
 

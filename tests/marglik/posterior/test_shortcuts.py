@@ -711,9 +711,7 @@ def test_variances_at_many_priors_refuse_changed_gradients(hook):
     la.fit([(X, torch.arange(8) % 3)])
     model.change = lambda z: hook(z) or z
     for call in (la.output_distribution, lambda x: la.output_variances(x, torch.ones(2))):
-        with pytest.raises(
-            NotImplementedError, match="Hooks cannot see the gradient of 'layer.weight'"
-        ):
+        with pytest.raises(NotImplementedError, match="Hooks .* gradient of 'layer.weight'"):
             call(X)
 
 

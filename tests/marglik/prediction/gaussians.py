@@ -1,8 +1,6 @@
 """Gaussian outputs, and predictions of them, for the tests of links."""
 
-import numpy as np
 import torch
-from scipy import special
 
 from marglik.prediction.links import predict_from_gaussian
 
@@ -21,7 +19,3 @@ def predict(f, covariance, likelihood="classification", link="mc", samples=50, *
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(samples, f.shape[1], generator=generator, dtype=torch.float64)
     return predict_from_gaussian(f, covariance, likelihood, link, noise, **options)
-
-
-def entropy(p):
-    return float(special.entr(np.asarray(p)).sum(-1).mean())

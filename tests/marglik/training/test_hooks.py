@@ -346,15 +346,6 @@ def by_data(model, state):
         p.data.copy_(state[name])
 
 
-def by_vector(model, state):
-    values = [state[name] for name, _ in model.named_parameters()]
-    nn.utils.vector_to_parameters(torch.cat([v.flatten() for v in values]), model.parameters())
-
-
-def of_one_tensor(model, state):
-    model[3].bias.data.copy_(state["3.bias"])
-
-
 def of_one_value(model, state):
     with torch.no_grad():  # by its last bit
         model[0].weight[2, 1] = torch.nextafter(model[0].weight[2, 1], torch.tensor(9.0))
@@ -407,8 +398,6 @@ def in_a_loop(after_step=None, restore=None, take=7, **options):
 RESTORED = {
     "load_state_dict": nn.Module.load_state_dict,
     "p.data": by_data,
-    "a vector": by_vector,
-    "one tensor": of_one_tensor,
     "one value": of_one_value,
     "one value of p.data": of_one_value_by_data,
     "p.data itself": in_new_memory,
@@ -506,9 +495,7 @@ def test_a_new_optimiser_in_the_midst_of_training_is_an_error_with_a_way_out():
     model, optimizer, prior = begun("plain", stop=6)
     new = torch.optim.Adam(model.parameters(), 1e-3)
     (x, y), *_ = loader()
-    with pytest.raises(
-        RuntimeError, match=r"Adam made a step for '0.weight'.*as a list.*detach\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"Adam .*'0.weight'.*as a list.*detach\(\)"):
         plain(model, new, lambda: None, x, y, 0)
     prior.detach()
     prior.load_state_dict(prior.state_dict())
@@ -734,9 +721,7 @@ def test_hooks_go_with_the_training_and_keep_nothing_alive():
     prior.start(model, optimizer, loader(), 2)
     assert hooks(optimizer) == (1, 1)  # not others beside them
     other = PriorLearner("classification", average=None)
-    with pytest.raises(
-        RuntimeError, match=r"Another PriorLearner.*detach\(\) of .*, or create a new"
-    ):
+    with pytest.raises(RuntimeError, match=r"Another PriorLearner.*detach\(\).*create a new"):
         other.start(model, optimizer, loader(), 2)
     prior.detach()
     other.start(model, optimizer, loader(), 2)

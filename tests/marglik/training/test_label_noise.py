@@ -226,9 +226,7 @@ def test_held_out_labels_that_cannot_serve_are_named_before_the_first_step():
     with pytest.raises(ValueError, match=r"would keep a share of .* 0,.*updates=0.*noise=0.2"):
         PriorLearner(NOISY, updates=0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(
-        ValueError, match="3 epochs in a row are needed before the last third.* has 2"
-    ):
+    with pytest.raises(ValueError, match="3 epochs in a row.* has 2"):
         PriorLearner(NOISY).start(model, optimizer, loader, 5)
     learner = PriorLearner(NOISY)
     learner.start(model, optimizer, loader, 6, held_out=[(x, y)])

@@ -265,17 +265,6 @@ def test_each_loss_term_shows_directions_of_its_own():
     assert examples_for_gamma(posterior, gamma) == math.ceil(100 / (0.1 * 6 * 20))
 
 
-def test_under_expand_an_example_shows_more():
-    """As many rows as positions, of which there may be more than loss terms."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Flatten(), nn.LazyLinear(20)).double()
-    x = torch.randn(1, 2, 6, 6).double()
-    model(x)
-    posterior = Posterior(model, "classification", fisher="random_signs", kfac_approx="expand")
-    posterior.fit([(x, torch.tensor([1]))])
-    assert torch.linalg.matrix_rank(posterior.factors.blocks["0.weight"].to_dense()) > 3
-
-
 def test_a_last_update_that_is_an_estimate_says_so():
     _, x, y = problem()
     records = {}
