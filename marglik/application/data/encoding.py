@@ -134,25 +134,16 @@ def read_frame(path: str | Path, dtypes: dict[str, str] | None = None) -> Any:
                 "index=False)"
             )
         _check_unique(header)
-        frame = pandas.read_csv(path, dtype=dtypes)  # pyright: ignore
-        # If rows have more values than the header has names, pandas takes the first values as an
-        # index. This is always wrong: each value would get the name of its left neighbour.
-        has_index = len(frame) > 0 and not isinstance(frame.index, pandas.RangeIndex)
-        if num_more := frame.index.nlevels * has_index:
-            if frame.iloc[:, -num_more:].notna().to_numpy().any():
-                raise ValueError(
-                    f"its first line has {len(header)} names, but rows have "
-                    f"{len(header) + num_more} values. Name each column. If the first values are "
-                    "row names, remove them"
-                )
-            with warnings.catch_warnings():  # pandas warns of lost values, which are empty here
-                warnings.simplefilter("ignore", pandas.errors.ParserWarning)
-                frame = pandas.read_csv(path, dtype=dtypes, index_col=False)  # pyright: ignore
+        # If rows have more values than names, pandas would take the first values as an index, and
+        # each value would get the name of its left neighbour. Without an index it warns.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pandas.errors.ParserWarning)
+            frame = pandas.read_csv(path, dtype=dtypes, index_col=False)  # pyright: ignore
         while header[-1:] == [""] and frame.iloc[:, len(header) - 1].isna().all():
             frame = frame.iloc[:, : len(header) - 1]  # each line ends with a comma
             header.pop()
         return frame
-    except (ValueError, OSError) as error:  # pandas' parsers and pyarrow raise subclasses
+    except (ValueError, OSError, pandas.errors.ParserWarning) as error:
         reason = str(error).partition("\n")[0]
         kind = "Parquet" if is_parquet else "CSV"
         raise ValueError(f"'{path}' cannot be read as {kind} ({reason}).") from error

@@ -323,12 +323,11 @@ def test_files_that_are_no_tables_are_named():
     with pytest.raises(ValueError, match="several columns have the name 'a'"):
         TableFile("bad.csv").load()
     Path("bad.csv").write_text("a,b\n1,2,\n1,2,3\n")
-    with pytest.raises(ValueError, match="first line has 2 names, but rows have 3 values"):
+    with pytest.raises(ValueError, match="cannot be read as CSV .Length of header"):
         TableFile("bad.csv").load()
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("comma", [",", ",,"])
+@pytest.mark.parametrize(("first", "comma"), [(0, ","), (0, ",,"), (1, ",")])
 def test_commas_at_the_ends_of_lines_add_no_column(first, comma, tmp_path):
     """Neither of all lines nor of those after the first, by which pandas shifts all columns."""
     frame().to_csv(tmp_path / "houses.csv", index=False)
