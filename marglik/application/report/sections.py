@@ -32,13 +32,6 @@ class Gallery:
     examples: Sequence[Example]
     kind: str = "small"
 
-    @property
-    def largest_entropy(self) -> float:
-        """The largest sum of the aleatoric and the epistemic part."""
-        parts = ("aleatoric", "epistemic")
-        sums = [sum(one.numbers.get(part, 0.0) for part in parts) for one in self.examples]
-        return max(sums, default=0.0) or 1.0
-
 
 @dataclass(frozen=True)
 class Confusion:
