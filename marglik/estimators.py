@@ -8,14 +8,14 @@ predictions with held-out examples, and then fits the posterior to all examples.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import likelihood_of
+from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import check_fraction
 from marglik.data import Batches
 from marglik.eval_mode import eval_mode
@@ -53,6 +53,7 @@ class Estimator(BaseEstimator):
     Args:
         model: a network, which each fit copies, or a function that returns a network for the
             numbers of columns and outputs. None is an `MLP` with 100 tanh units, in float64.
+        likelihood: likelihood of the targets, see the derived class; None is its default.
         epochs: number of passes over the training examples.
         batch_size: number of examples in a step.
         lr: learning rate of Adam.
@@ -64,13 +65,14 @@ class Estimator(BaseEstimator):
         device: torch device, such as "cuda".
     """
 
-    likelihood: str
+    _default_likelihood: ClassVar[str]
     weight_decays_: dict[str, float]
 
     def __init__(
         self,
         model: Network | None = None,
         *,
+        likelihood: str | None = None,
         epochs: int = 200,
         batch_size: int = 32,
         lr: float = 1e-2,
@@ -80,6 +82,7 @@ class Estimator(BaseEstimator):
         device: str = "cpu",
     ) -> None:
         self.model = model
+        self.likelihood = likelihood
         self.epochs = epochs
         self.batch_size = batch_size
         self.lr = lr
@@ -88,20 +91,24 @@ class Estimator(BaseEstimator):
         self.random_state = random_state
         self.device = device
 
+    @property
+    def _likelihood(self) -> Likelihood:
+        return likelihood_of(self.likelihood or self._default_likelihood)
+
     def _fit(self, X: np.ndarray, targets: np.ndarray, num_outputs: int) -> Self:
         """Train on X and targets: class indices (N,) or numbers (N, 1)."""
         check_fraction("held_out", self.held_out)
         seed = int(check_random_state(self.random_state).randint(2**31))
         # Constant columns become 0.
         self.scaler_: Any = StandardScaler().fit(X.reshape(len(X), -1))
-        is_classes = likelihood_of(self.likelihood).has_labels
+        is_classes = self._likelihood.has_labels
         with _seeded(seed):
             self.model_ = self._new_model(X[0].size, num_outputs)
         x = self._inputs(X)
         y = torch.tensor(targets, device=x.device, dtype=torch.int64 if is_classes else x.dtype)
         with _seeded(seed), torch.no_grad(), eval_mode(self.model_):
             C = self.model_(x[:1]).shape[-1]
-        if is_classes and likelihood_of(self.likelihood).name != "ordinal" and C != num_outputs:
+        if is_classes and self._likelihood.name != "ordinal" and C != num_outputs:
             raise ValueError(
                 f"The network has {C} outputs, but there are {num_outputs} classes. Pass a "
                 "function of the numbers of columns and outputs that returns a network."
@@ -121,7 +128,7 @@ class Estimator(BaseEstimator):
         batches = Batches(x[train], y[train], self.batch_size, shuffle=True, seed=seed,
                                 device=x.device)  # fmt: skip
         optimizer = torch.optim.Adam(self.model_.parameters(), self.lr)
-        learner = PriorLearner(self.likelihood, weight_decay=self.weight_decay, epochs=self.epochs)
+        learner = PriorLearner(self._likelihood, weight_decay=self.weight_decay, epochs=self.epochs)
         held_out = [(x[validation], y[validation])] if len(validation) else None
         with _seeded(seed):  # dropout draws random numbers
             result = OnlineTraining(
@@ -186,7 +193,7 @@ class Estimator(BaseEstimator):
         """Return the prediction of standardised targets."""
         x = self._checked_inputs(X)
         predict: Predictive = laplace_predictive(self.posterior_)
-        if likelihood_of(self.likelihood).has_labels and not self.posterior_.calibrations:
+        if self._likelihood.has_labels and not self.posterior_.calibrations:
             predict = map_predictive(self.model_, self.posterior_.likelihood)
         parts = x.split(PREDICTED_AT_ONCE)
         return Prediction.cat([predict(part).to("cpu") for part in parts])
@@ -205,34 +212,16 @@ class MarglikClassifier(ClassifierMixin, Estimator):
 
     `fit` sets ``classes_``, ``model_`` (the network, for standardised columns), ``posterior_`` (a
     `marglik.Posterior`), ``weight_decays_`` (name of a parameter tensor -> weight decay) and
-    ``log_marginal_likelihood_`` (nats). It has the arguments of `Estimator`, and:
+    ``log_marginal_likelihood_`` (nats). It has the arguments of `Estimator`.
 
     Args:
-        likelihood: "classification", or "noisy_classification" if labels may be wrong. With
-            "noisy_classification" the held-out examples determine the share of wrong labels,
-            ``posterior_.likelihood.parameters["noise"]``.
+        likelihood: "classification" (the default), or "noisy_classification" if labels may be
+            wrong. With "noisy_classification" the held-out examples determine the share of wrong
+            labels, ``posterior_.likelihood.parameters["noise"]``.
     """
 
+    _default_likelihood = "classification"
     classes_: np.ndarray
-
-    def __init__(
-        self,
-        model: Network | None = None,
-        *,
-        likelihood: str = "classification",
-        epochs: int = 200,
-        batch_size: int = 32,
-        lr: float = 1e-2,
-        weight_decay: float = WEIGHT_DECAY,
-        held_out: float = 0.1,
-        random_state: Any = None,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(
-            model, epochs=epochs, batch_size=batch_size, lr=lr, weight_decay=weight_decay,
-            held_out=held_out, random_state=random_state, device=device,
-        )  # fmt: skip
-        self.likelihood = likelihood
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on X (N, ...) and labels y (N,) of any type, and return the estimator.
@@ -267,32 +256,15 @@ class MarglikRegressor(RegressorMixin, Estimator):
 
     `fit` sets ``model_`` (the network, for standardised columns and targets), ``posterior_``,
     ``weight_decays_`` and ``log_marginal_likelihood_``, see `MarglikClassifier`. It has the
-    arguments of `Estimator`, and:
+    arguments of `Estimator`.
 
     Args:
-        likelihood: "regression" for one noise of all rows, or "heteroscedastic" for noise that
-            depends on the columns. The network of "heteroscedastic" has two outputs: the mean, and
-            a number whose exponential scales the variance of the noise.
+        likelihood: "regression" (the default) for one noise of all rows, or "heteroscedastic" for
+            noise that depends on the columns. The network of "heteroscedastic" has two outputs: the
+            mean, and a number whose exponential scales the variance of the noise.
     """
 
-    def __init__(
-        self,
-        model: Network | None = None,
-        *,
-        likelihood: str = "regression",
-        epochs: int = 200,
-        batch_size: int = 32,
-        lr: float = 1e-2,
-        weight_decay: float = WEIGHT_DECAY,
-        held_out: float = 0.1,
-        random_state: Any = None,
-        device: str = "cpu",
-    ) -> None:
-        super().__init__(
-            model, epochs=epochs, batch_size=batch_size, lr=lr, weight_decay=weight_decay,
-            held_out=held_out, random_state=random_state, device=device,
-        )  # fmt: skip
-        self.likelihood = likelihood
+    _default_likelihood = "regression"
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on X (N, ...) and numbers y (N,), and return the estimator.
@@ -300,16 +272,17 @@ class MarglikRegressor(RegressorMixin, Estimator):
         Raises:
             ValueError: the likelihood is not supported, because its predictions are not Gaussian.
         """
-        if self.likelihood not in REGRESSIONS:
+        likelihood = self.likelihood or self._default_likelihood
+        if likelihood not in REGRESSIONS:
             raise ValueError(
-                f"likelihood={self.likelihood!r} is not supported, because MarglikRegressor has "
+                f"likelihood={likelihood!r} is not supported, because MarglikRegressor has "
                 f"Gaussian predictions. Choose {' or '.join(map(repr, REGRESSIONS))}. For other "
                 "likelihoods use PriorLearner or marglik train."
             )
         checked: Any = validate_data(self, X, y, allow_nd=True, dtype="numeric", y_numeric=True)
         X, y = checked
         self.target_scaler_: Any = StandardScaler().fit(y[:, None])
-        return self._fit(X, self.target_scaler_.transform(y[:, None]), REGRESSIONS[self.likelihood])
+        return self._fit(X, self.target_scaler_.transform(y[:, None]), REGRESSIONS[likelihood])
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Return means (N,), and with ``return_std`` standard deviations (N,) of new targets."""
