@@ -52,13 +52,13 @@ class Ranks:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        group = self._group
+        group = self.process_group and self._group
         return 1 if group is None else dist.get_world_size(group)
 
     @property
     def rank(self) -> int:
         """Number of this rank, from 0."""
-        group = self._group
+        group = self.process_group and self._group
         return 0 if group is None else dist.get_rank(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":

@@ -104,7 +104,10 @@ class Factor:
     def version(self) -> int:
         """Torch's count of in-place changes of the matrix; 0 before the matrix is computed."""
         matrix = self._matrix
-        return 0 if matrix is None else version_of(matrix) - self._first_version
+        # Inference tensors have no count, and cannot change outside of inference mode.
+        if matrix is None or matrix.is_inference():
+            return 0
+        return matrix._version - self._first_version
 
     @property
     def eigenvalues(self) -> tuple[Tensor, Tensor] | None:

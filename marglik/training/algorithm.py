@@ -119,7 +119,11 @@ def penalty(
     # Step 1: count the step.
     average = state.averages[index] if problem.averages else None
     if average is not None:
-        average.check_step()
+        if average.is_temporary:
+            raise RuntimeError(
+                "The optimiser stepped within averaged(). At its end the parameters are restored, "
+                "so this step would be lost. Train outside of the context."
+            )
         state.measures.frozen_norms = [n for n, norm in problem.norms.items() if not norm.training]
     state.steps[index] += 1
     # Step 2: in the first ten steps, find scale-invariant weights; after the tenth, raise δ once.

@@ -161,23 +161,18 @@ def set_decays(problem: Problem, state: LearnerState) -> None:
     sigma = hyper.sigma_noise
     state.gradient_scale = sigma.square().item() * options.loss_scale
     state.gradient_scale /= problem.terms_per_example
-    state.decays = limited_decays(problem, state)
+    # Limit the weight decay of scale-invariant weights, once they are known.
+    limit, decays = options.policy.invariant_limit, state.weight_decays(problem)
+    state.decays = hyper.groups.per_tensor(decays).tolist()
+    is_known = state.steps_at_update is not None and state.steps[-1] >= OBSERVED_STEPS
+    if limit is not None and is_known:
+        state.decays = [
+            min(decay, limit) if name in state.measures.invariant else decay
+            for name, decay in zip(problem.named, state.decays, strict=True)
+        ]
     delta = torch.tensor(state.decays, dtype=torch.float64) * problem.num_data
     delta = delta / options.temperature
     state.decay_history[state.epoch] = (delta, sigma, str(state.likelihood))
-
-
-def limited_decays(problem: Problem, state: LearnerState) -> list[float]:
-    """Return T·δ/N of each tensor, with the limit of invariant weights after an update."""
-    limit, decays = problem.options.policy.invariant_limit, state.weight_decays(problem)
-    values = state.hyperparameters.groups.per_tensor(decays).tolist()
-    is_known = state.steps_at_update is not None and state.steps[-1] >= OBSERVED_STEPS
-    if limit is None or not is_known:
-        return values
-    return [
-        min(decay, limit) if name in state.measures.invariant else decay
-        for name, decay in zip(problem.named, values, strict=True)
-    ]
 
 
 def largest_precisions(
@@ -213,6 +208,7 @@ def look_at_update(problem: Problem, state: LearnerState, before: Tensor) -> Non
     It warns if the network does not fit yet.
     """
     hyper, measures = state.hyperparameters, state.measures
+    policy, schedule = problem.options.policy, problem.options.schedule
     assert state.posterior is not None
     of_tensors = state.record["effective_parameters"]
     gamma = hyper.groups.sum_over_tensors(torch.tensor([*of_tensors.values()], dtype=torch.float64))
@@ -220,42 +216,29 @@ def look_at_update(problem: Problem, state: LearnerState, before: Tensor) -> Non
     gamma, needed = problem.ranks.gather((gamma, needed))[0]  # all ranks must decide alike
     measures.examples_for_gamma = needed
     changes = (hyper.prior_precision / before).log()
-    plan_rest(problem, state, changes, gamma)
-    measures.last_changes = changes.tolist()
-    warn_of_late_fit(problem, state)
-
-
-def plan_rest(problem: Problem, state: LearnerState, changes: Tensor, gamma: Tensor) -> None:
-    """Set the number of updates to skip after an update by Δ log δ of each group, see ``rest``."""
-    policy, measures = problem.options.policy, state.measures
-    # If the data determines nothing of a group, its decay does not converge. Nor does a
-    # scale-invariant weight's: the evidence fixes only δ‖w‖².
-    names = state.hyperparameters.groups.names
-    settles = torch.tensor([name not in measures.invariant for name in names]) & (gamma >= 1)
-    weights = gamma * settles
-    number = weights.sum().clamp(min=1)
-    # Decays that are held, or from a sample that is too small, have not converged.
+    # Step 1: choose the groups whose weight decays converge. If the data determines nothing of a
+    # group, its decay does not. Nor does a scale-invariant weight's: the evidence fixes only δ‖w‖².
+    settles = torch.tensor([name not in measures.invariant for name in hyper.groups.names])
+    weights = gamma * (settles & (gamma >= 1))
+    # Step 2: set the number of updates to skip, see ``rest``. Updates may be skipped with a budget,
+    # if they learn only weight decays. (Held-out labels determine the share of wrong labels.)
+    learns_more = hyper.learn_sigma_noise or problem.learned_by_evidence or state.ranges is not None
+    is_budget = schedule.every is None and schedule.keep == "last" and schedule.steps > 0
     is_held = measures.fits_late and policy.late_fit == "hold"
-    needed = min(measures.examples_for_gamma, problem.num_data)
-    if is_held or state.record["num_examples"] < needed:
+    if is_held or state.record["num_examples"] < min(needed, problem.num_data):
+        # Decays that are held, or from a sample that is too small, have not converged.
         measures.rest = measures.left_out = 0
-    elif policy.rest is not None and may_rest(problem, state):
+    elif policy.rest is not None and is_budget and not learns_more:
         sizes = [changes.abs()]
         if measures.last_changes:
             sizes.append((changes + changes.new_tensor(measures.last_changes)).abs() / 2)
+        number = weights.sum().clamp(min=1)
         smallest = min((size * weights).sum() / number for size in sizes)
-        measures.rest = max(1, 2 * measures.rest) if settles.any() and smallest < policy.rest else 0
+        rests = bool(weights.any()) and smallest < policy.rest
+        measures.rest = max(1, 2 * measures.rest) if rests else 0
         measures.left_out = 0
-
-
-def may_rest(problem: Problem, state: LearnerState) -> bool:
-    """Return whether updates may be skipped: with a budget, learning only weight decays."""
-    schedule = problem.options.schedule
-    # Held-out labels determine the share of wrong labels, not updates.
-    learns_more = state.hyperparameters.learn_sigma_noise or problem.learned_by_evidence
-    learns_more = learns_more or state.ranges is not None
-    is_budget = schedule.every is None and schedule.keep == "last" and schedule.steps > 0
-    return is_budget and not learns_more
+    measures.last_changes = changes.tolist()
+    warn_of_late_fit(problem, state)
 
 
 def skips_update(state: LearnerState) -> bool:

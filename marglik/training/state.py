@@ -57,14 +57,6 @@ class WeightAverage:
         self.is_temporary = False
         """Whether the parameters are temporarily set to their averages, within `written`."""
 
-    def check_step(self) -> None:
-        """Raise a RuntimeError for a step within `averaged`, which would be lost."""
-        if self.is_temporary:
-            raise RuntimeError(
-                "The optimiser stepped within averaged(). At its end the parameters are restored, "
-                "so this step would be lost. Train outside of the context."
-            )
-
     def begin_step(self) -> None:
         """Add the parameters of the previous step, before a new one."""
         self.include_latest()
