@@ -76,7 +76,7 @@ options = CurvatureOptions(kfac_approx="reduce", fisher="mc")
 posterior = Posterior(model, "classification", options)
 posterior.fit(batches)
 maximize_evidence(posterior, "per_type")  # weights, biases and scalars: three precisions
-print(f"{len(posterior.params)} tensors, log evidence per image", end=" ")
+print(f"{posterior.n_layers} tensors, log evidence per image", end=" ")
 print(f"{posterior.log_marginal_likelihood().item() / len(x):.2f}")
 
 # %%

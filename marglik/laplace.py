@@ -14,19 +14,23 @@ from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from kfac_backend.blocks.kronecker import KroneckerFactors
-from kfac_backend.engine.batches import check_read_twice, detached, split_batch
-from kfac_backend.engine.task import Task
+from kfac_backend.covariance.output_covariance import check_not_empty
+from kfac_backend.engine.batches import check_read_twice, detached, split_batch, to_device
+from kfac_backend.engine.model_calls import call_with_each
+from kfac_backend.engine.task import Task, check_finite
 from kfac_backend.likelihoods import IGNORED, Likelihood
-from kfac_backend.options import CurvatureOptions, check_keys, check_option
-from kfac_backend.precision import at_least_float32
+from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
+from kfac_backend.precision import at_least_float32, full_float32
+from kfac_backend.sharding import check_whole
 from marglik.eval_mode import eval_mode
 from marglik.posterior.fitted_weights import trainable_parameters
 from marglik.posterior.jacobian_ggn import JacobianGGN, Structure
-from marglik.posterior.jacobians import jacobians, parameter_vector
+from marglik.posterior.jacobians import JacobianCovariance, jacobians, parameter_vector
 from marglik.posterior.posterior import Posterior, last_layer, trainable_layers
 from marglik.posterior.precision import (
     DiagonalPrecision,
@@ -319,6 +323,11 @@ class ParametricLaplace(Posterior):
     # Parts of the posterior, under their names in laplace-torch.
 
     @property
+    def params(self) -> list[nn.Parameter]:
+        """The network's trainable parameters, in ``parameters()`` order."""
+        return [*trainable_parameters(self.model).values()]
+
+    @property
     def H(self) -> Tensor | Precision | None:  # noqa: N802
         """The curvature at σ = T = 1: (P, P), (P,) for "diag", or an operator for "kron".
 
@@ -396,6 +405,11 @@ class ParametricLaplace(Posterior):
         """
         evidence = super().log_marginal_likelihood(prior_precision, sigma_noise)
         return evidence.to(self._wide_dtype)
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """Log p(D|θ*) / T (nats, a sum over the data)."""
+        return self.evidence_terms.log_likelihood(self.sigma_noise, self.temperature)
 
     @property
     def log_det_prior_precision(self) -> Tensor:
@@ -584,6 +598,42 @@ class ParametricLaplace(Posterior):
             count += len(y)
         return (total / count).tolist()
 
+    @torch.no_grad()
+    def output_variances(
+        self, x: Any, prior_precisions: Float[Tensor, "D"]
+    ) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "D N *R C"]]:
+        """Return outputs f and their variances at each of D values of a single δ.
+
+        The derivatives of the outputs are computed once and rotated into the eigenbasis of H. So a
+        grid of a hundred values costs little more than one of them. The posterior's own δ stays.
+
+        Args:
+            x: inputs, see `output_distribution`.
+            prior_precisions: values of δ > 0, each for all parameters.
+
+        Raises:
+            AttributeError: the posterior is not fitted.
+            ValueError: a δ is not positive, there is no example, or the network has other weights.
+        """
+        check_positive("prior_precisions", prior_precisions)
+        check_not_empty(x)
+        self.check_weights()
+        curvature = self.fitted_curvature()
+        if isinstance(curvature, KroneckerFactors):
+            with eval_mode(self.model):
+                covariance_of = self._output_covariance(x, "all", 0.0)
+                assert not isinstance(covariance_of, JacobianCovariance)
+                f, variances = covariance_of(x, added=prior_precisions)
+            check_finite(self.model, f, x)
+            return f, variances
+        with eval_mode(self.model), torch.inference_mode(False):
+            f, J = jacobians(self.model, self._ggn_indices(), x)
+        J = at_least_float32(J).flatten(0, -2)  # (M, P)
+        with torch.autocast(J.device.type, enabled=False), full_float32():
+            scale = 1 / (self.sigma_noise.double().square() * self.temperature)
+            variances = curvature.variances(J, prior_precisions, scale)
+        return f, variances.to(at_least_float32(f)).view(-1, *f.shape)
+
     def _errors(self, x: Any, y: Tensor, grid: Tensor) -> Tensor:
         """Return the sum of the NLLs (nats) of a batch at each δ, on the CPU."""
         f, variances = self.output_variances(x, grid)
@@ -744,6 +794,23 @@ class ParametricLaplace(Posterior):
             else:
                 root = torch.linalg.cholesky(covariance)
             return f + (root @ noise).movedim(-1, 0)
+
+    def network_outputs(self, samples: Float[Tensor, "S P"], x: Any) -> Float[Tensor, "S N *R C"]:
+        """Return outputs of the network itself at parameter vectors, without changing the network.
+
+        Small inputs run at many vectors at once if all modules are of classes in
+        `kfac_backend.engine.model_calls.VECTORISED`. Otherwise one vector follows the other.
+
+        Args:
+            samples: parameter vectors θ from `sample`.
+            x: inputs, a tensor or a mapping of tensors; moved to the model's device.
+        """
+        check_whole(self.model, "The network at other parameters")
+        x = to_device(x, self._device)
+        named = zip(self._named(samples).items(), self.params, strict=True)
+        values = {name: value.to(p.dtype) for (name, value), p in named}  # (S, *shape)
+        with eval_mode(self.model):
+            return at_least_float32(call_with_each(self.model, values, x))
 
     def predictive_samples(self, *args: Any, **keywords: Any) -> Tensor:
         """Return `functional_samples` with the same arguments, as probabilities for classes."""

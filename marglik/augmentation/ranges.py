@@ -45,7 +45,7 @@ def evidence_gradient(
     """
     factors, sigma, T = posterior.fitted_factors(), posterior.sigma_noise, posterior.temperature
     of_factors = derivatives_in_factors(
-        factors, posterior.prior_precision, sigma, T, posterior.ranks, posterior.params[0].device
+        factors, posterior.prior_precision, sigma, T, posterior.ranks, posterior.mean.device
     )
     if likelihood is not None:
         factors = replace(factors, likelihood=likelihood)

@@ -26,16 +26,16 @@ from kfac_backend.blocks.block import (
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
-from kfac_backend.covariance.output_covariance import OutputCovariance, check_not_empty
+from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
 from kfac_backend.eigenvalue_correction import corrected_factors
 from kfac_backend.engine.batches import check_read_twice, to_device
-from kfac_backend.engine.model_calls import call_with, call_with_each
+from kfac_backend.engine.model_calls import call_with
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import check_finite
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_option, check_positive
-from kfac_backend.precision import at_least_float32, full_float32
+from kfac_backend.precision import at_least_float32
 from kfac_backend.ranks import ProcessGroupOption, Ranks
 from kfac_backend.sharding import check_whole, is_sharded, local_part, squared_norms
 from marglik.eval_mode import eval_mode
@@ -43,7 +43,7 @@ from marglik.posterior.evidence import EvidenceTerms
 from marglik.posterior.fingerprints import FingerprintedBatches, concatenated
 from marglik.posterior.fitted_weights import FittedWeights, trainable_parameters
 from marglik.posterior.jacobian_ggn import JacobianGGN, Structure, jacobian_ggn
-from marglik.posterior.jacobians import JacobianCovariance, jacobians, parameter_vector
+from marglik.posterior.jacobians import JacobianCovariance, parameter_vector
 from marglik.posterior.precision import KroneckerPrecision, Precision
 
 T = TypeVar("T")
@@ -177,11 +177,6 @@ class Posterior:
             f"{type(self).__name__}({type(self.model).__name__}, '{self.likelihood}', "
             f"{self.n_params} parameters, {fitted})"
         )
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The network's trainable parameters, in ``parameters()`` order."""
-        return [*trainable_parameters(self.model).values()]
 
     @property
     def n_params(self) -> int:
@@ -694,11 +689,6 @@ class Posterior:
         sigma = torch.as_tensor(sigma, dtype=torch.float64).squeeze()
         return terms.log_marginal_likelihood(delta, sigma, self.temperature)
 
-    @property
-    def log_likelihood(self) -> Tensor:
-        """Log p(D|θ*) / T (nats, a sum over the data)."""
-        return self.evidence_terms.log_likelihood(self.sigma_noise, self.temperature)
-
     def effective_parameters(self) -> Tensor:
         """Return γ_b = Σ_i λ_i / (λ_i + δ_b), (B,): parameters that the data determine.
 
@@ -742,42 +732,6 @@ class Posterior:
         delta = self.precision_per_block(self.prior_precision)
         among = torch.isin(self._ggn_indices(), curvature.indices)
         return curvature.precision(delta[among], scale, at_least_float32(self.mean))
-
-    @torch.no_grad()
-    def output_variances(
-        self, x: Any, prior_precisions: Float[Tensor, "D"]
-    ) -> tuple[Float[Tensor, "N *R C"], Float[Tensor, "D N *R C"]]:
-        """Return outputs f and their variances at each of D values of a single δ.
-
-        The derivatives of the outputs are computed once and rotated into the eigenbasis of H. So a
-        grid of a hundred values costs little more than one of them. The posterior's own δ stays.
-
-        Args:
-            x: inputs, see `output_distribution`.
-            prior_precisions: values of δ > 0, each for all parameters.
-
-        Raises:
-            AttributeError: the posterior is not fitted.
-            ValueError: a δ is not positive, there is no example, or the network has other weights.
-        """
-        check_positive("prior_precisions", prior_precisions)
-        check_not_empty(x)
-        self.check_weights()
-        curvature = self.fitted_curvature()
-        if isinstance(curvature, KroneckerFactors):
-            with eval_mode(self.model):
-                covariance_of = self._output_covariance(x, "all", 0.0)
-                assert not isinstance(covariance_of, JacobianCovariance)
-                f, variances = covariance_of(x, added=prior_precisions)
-            check_finite(self.model, f, x)
-            return f, variances
-        with eval_mode(self.model), torch.inference_mode(False):
-            f, J = jacobians(self.model, self._ggn_indices(), x)
-        J = at_least_float32(J).flatten(0, -2)  # (M, P)
-        with torch.autocast(J.device.type, enabled=False), full_float32():
-            scale = 1 / (self.sigma_noise.double().square() * self.temperature)
-            variances = curvature.variances(J, prior_precisions, scale)
-        return f, variances.to(at_least_float32(f)).view(-1, *f.shape)
 
     def precision_blocks(
         self,
@@ -878,23 +832,6 @@ class Posterior:
         changes = self._named(samples - at_least_float32(self.mean.detach()))
         with eval_mode(self.model):
             return linearised_outputs(self.model, changes, x)
-
-    def network_outputs(self, samples: Float[Tensor, "S P"], x: Any) -> Float[Tensor, "S N *R C"]:
-        """Return outputs of the network itself at parameter vectors, without changing the network.
-
-        Small inputs run at many vectors at once if all modules are of classes in
-        `kfac_backend.engine.model_calls.VECTORISED`. Otherwise one vector follows the other.
-
-        Args:
-            samples: parameter vectors θ from `sample`.
-            x: inputs, a tensor or a mapping of tensors; moved to the model's device.
-        """
-        check_whole(self.model, "The network at other parameters")
-        x = to_device(x, self._device)
-        named = zip(self._named(samples).items(), self.params, strict=True)
-        values = {name: value.to(p.dtype) for (name, value), p in named}  # (S, *shape)
-        with eval_mode(self.model):
-            return at_least_float32(call_with_each(self.model, values, x))
 
     def _named(self, vectors: Float[Tensor, "*S P"]) -> dict[str, Tensor]:
         """Return parameter vectors as tensors in the shapes of the parameters, by name."""

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from kfac_backend import kronecker_factors
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.curvature import CurvaturePass
-from marglik import Posterior, PriorLearner, compute_metrics, map_predictive, predict_all
+from marglik import Laplace, Posterior, PriorLearner, compute_metrics, map_predictive, predict_all
 from tests.kfac_backend.covariance.posteriors import precision_of
 from tests.kfac_backend.networks import Model
 from tests.random_numbers import normal
@@ -272,7 +272,7 @@ def test_inputs_in_another_dtype_are_named(name, dtype):
     expected = kronecker_factors(model, [(wrong.float(), y)], "classification")
     last = list(expected.blocks)[-1]
     assert_close(found.to_dense(f"inner.{last}"), expected.to_dense(last))
-    posterior = Posterior(model, "classification")
+    posterior = Laplace(model, "classification", "all")
     posterior.fit([(x, y)])
     for predict in (
         posterior.output_distribution,

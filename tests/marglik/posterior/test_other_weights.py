@@ -44,7 +44,8 @@ def step(posterior, optimizer_class, lr=0.1, **options):
 
 
 def assign(posterior):
-    vector_to_parameters(parameters_to_vector(posterior.model.parameters()) + 0.1, posterior.params)
+    parameters = [*posterior.model.parameters()]
+    vector_to_parameters(parameters_to_vector(parameters) + 0.1, parameters)
 
 
 CHANGES = {
@@ -157,7 +158,7 @@ def test_equal_weights_are_no_change(tmp_path):
         p.log_marginal_likelihood()
 
     # A step without a gradient, and the same checkpoint, in place and assigned.
-    for p in posterior.params:
+    for p in posterior.model.parameters():
         p.grad = torch.zeros_like(p)
     torch.optim.SGD(posterior.model.parameters(), 0.1).step()
     check()
@@ -166,7 +167,7 @@ def test_equal_weights_are_no_change(tmp_path):
     posterior.model.load_state_dict(deepcopy(posterior.model.state_dict()), assign=True)
     check()
     # Networks at samples, and calibration.
-    posterior.network_outputs(posterior.sample(2), x)
+    posterior.linearised_outputs(posterior.sample(2), x)
     marglik.calibrate(posterior, [(x, y)])
     check()
     # Copies, files, and other dtypes.

@@ -153,7 +153,7 @@ def test_methods_agree_on_noise_and_precision(temperature):
 
 def test_fixed_point_stays_finite_for_a_group_that_is_zero():
     posterior = fitted()
-    posterior.params[0].data.zero_()
+    next(posterior.model.parameters()).data.zero_()
     posterior.restore(posterior.factors)
     hyper = Hyperparameters(PriorGroups.from_model(posterior.model), 1.0, method="mackay")
     hyper.update(posterior.evidence_terms, 5, 1.0)

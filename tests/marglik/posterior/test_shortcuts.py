@@ -158,7 +158,7 @@ def head_posterior(code=plain, learned=(), **options):
         for name in learned:
             getattr(model.last, name).requires_grad_(True)
     options = {"prior_precision": 0.7, "kfac_approx": "expand"} | options
-    la = Posterior(model.eval(), "classification", **options)
+    la = KronLaplace(model.eval(), "classification", **{"kfac_approx": "auto"} | options)
     la.fit([(X, torch.arange(8) % 3)])
     model.code = code
     return la
@@ -649,7 +649,7 @@ def test_variances_at_many_priors_are_those_at_each(name, likelihood, dtype):
 
 def test_variances_at_many_priors_of_outputs_with_positions():
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    la = Posterior(model, "classification", prior_precision=0.7, kfac_approx="expand")
+    la = KronLaplace(model, "classification", prior_precision=0.7)
     x = X.reshape(2, 4, 3)
     la.fit([(x, torch.zeros(2, 4, dtype=torch.int64))])
     f, (variance,) = la.output_variances(x, torch.tensor([0.7]))
@@ -691,7 +691,7 @@ def test_variances_at_many_priors_of_odd_models(name):
     """They need what predictions need: hooks and backward passes of the model's own code."""
     model = ODD[name]()
     x = data(dtype=torch.bfloat16)[0] if name == "half precision" else X
-    la = Posterior(model, "classification")
+    la = KronLaplace(model, "classification", kfac_approx="auto")
     la.fit([(x, torch.arange(len(x)) % 3)])
     grid = torch.tensor([0.1, 3.0])
     f, variances = la.output_variances(x, grid)
@@ -707,7 +707,7 @@ def test_variances_at_many_priors_of_odd_models(name):
 @pytest.mark.parametrize("hook", [double_gradient, double_gradient_of_node])
 def test_variances_at_many_priors_refuse_changed_gradients(hook):
     model = hidden(lambda z: z)
-    la = Posterior(model, "classification")
+    la = KronLaplace(model, "classification", kfac_approx="auto")
     la.fit([(X, torch.arange(8) % 3)])
     model.change = lambda z: hook(z) or z
     for call in (la.output_distribution, lambda x: la.output_variances(x, torch.ones(2))):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kfac_backend.optimizer import KFAC
-from marglik import PriorLearner
+from marglik import Laplace, PriorLearner
 from marglik.posterior.posterior import Posterior
 from marglik.posterior_file import load_posterior, save_posterior
 from marglik.prediction.predictive import PredictiveConfig, laplace_predictive
@@ -63,9 +63,10 @@ def numbers(model, structure, folder):
     }
     samples = posterior.sample(2000, torch.Generator().manual_seed(0))
     results["deviations"] = samples.std(0)
+    la = Laplace(model, "classification", "all", structure, prior_precision=0.7)
     for name, f in (
         ("linearised", posterior.linearised_outputs(samples[:500], X[:4])),
-        ("network", posterior.network_outputs(samples[:500], X[:4])),
+        ("network", la.network_outputs(samples[:500], X[:4])),
     ):
         results[name] = f.std(0)
     if structure == "kron":
