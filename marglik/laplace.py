@@ -637,14 +637,18 @@ class ParametricLaplace(Posterior):
     def _errors(self, x: Any, y: Tensor, grid: Tensor) -> Tensor:
         """Return the sum of the NLLs (nats) of a batch at each δ, on the CPU."""
         f, variances = self.output_variances(x, grid)
-        if self.likelihood.name == "regression":
-            variances = variances + self.sigma_noise.square()
-            errors = 0.5 * ((f - y).square() / variances + variances.log())
-        else:
-            counted = y != IGNORED
-            p = probit_outputs(f, variances).softmax(-1)[:, counted]  # (D, M, C)
-            errors = -p.log().gather(-1, y[counted][:, None].expand(*p.shape[:-1], 1))
-        return errors.flatten(1).sum(1).cpu()
+        is_regression = self.likelihood.name == "regression"
+        predicted = (f, variances) if is_regression else probit_outputs(f, variances).softmax(-1)
+        return self._nll(predicted, y).flatten(1).sum(1).cpu()
+
+    def _nll(self, predicted: Any, y: Tensor) -> Tensor:
+        """Return the NLL (nats) of each target, for class probabilities or means and variances."""
+        if isinstance(predicted, tuple):
+            f, variance = predicted[0], predicted[1] + self.sigma_noise.square()
+            return 0.5 * ((f - y).square() / variance + variance.log())
+        counted = y != IGNORED
+        p = predicted[..., counted, :]
+        return -p.log().gather(-1, y[counted][:, None].expand(*p.shape[:-1], 1))
 
     def _split(self, batch: Any, task: Task) -> tuple[Any, Tensor]:
         """Return the inputs and targets of a batch, on the model's device."""
@@ -675,14 +679,8 @@ class ParametricLaplace(Posterior):
                 loss.update(parts[0], y)  # pyright: ignore
             elif loss is not None:
                 outputs.append((*parts, y))
-            elif len(parts) == 2:
-                variance = parts[1] + self.sigma_noise.square()
-                errors = 0.5 * ((parts[0] - y).square() / variance + variance.log())
-                total, count = total + errors.sum().item(), count + len(y)
             else:
-                counted = y != IGNORED
-                errors = -predicted[counted].log().gather(1, y[counted][:, None])
-                total, count = total + errors.sum().item(), count + len(y)
+                total, count = total + self._nll(predicted, y).sum().item(), count + len(y)
         if is_metric:
             return float(loss.compute().sum())  # pyright: ignore
         if loss is not None:
