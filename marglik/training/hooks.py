@@ -71,9 +71,10 @@ class StepHooks:
         self._calls_before: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         hooks: weakref.ref[StepHooks] = weakref.ref(self)
         optimizer_ids = frozenset(id(part.optimizer) for part in problem.parts)
+        at_others = partial(_at_other_steps, hooks, optimizer_ids)
         self._handles = [
-            register_optimizer_step_pre_hook(partial(_before_any_step, hooks, optimizer_ids)),
-            register_optimizer_step_post_hook(partial(_after_any_step, hooks, optimizer_ids)),
+            register_optimizer_step_pre_hook(partial(at_others, StepHooks.count_before)),
+            register_optimizer_step_post_hook(partial(at_others, StepHooks.check_step_of)),
             *([] if loss_check is None else [loss_check.handle]),
         ]
         for part in problem.parts:
@@ -257,24 +258,15 @@ def view_like(values: Tensor, view: Tensor) -> Tensor:
     return values if values.dtype == view.dtype else values.reshape(-1).clone().view(view.dtype)
 
 
-def _before_any_step(
+def _at_other_steps(
     hooks: Callable[[], StepHooks | None],
     known: frozenset[int],
+    look: Callable[[StepHooks, torch.optim.Optimizer], None],
     optimizer: torch.optim.Optimizer,
     *_: Any,
 ) -> None:
     if id(optimizer) not in known and (own := hooks()) is not None:
-        own.count_before(optimizer)
-
-
-def _after_any_step(
-    hooks: Callable[[], StepHooks | None],
-    known: frozenset[int],
-    optimizer: torch.optim.Optimizer,
-    *_: Any,
-) -> None:
-    if id(optimizer) not in known and (own := hooks()) is not None:
-        own.check_step_of(optimizer)
+        look(own, optimizer)
 
 
 def _before_step(
