@@ -27,12 +27,6 @@ PriorRules = PriorStructure | dict[str, str]
 class CurvatureConfig(PassOptions):
     """Options of the curvature pass."""
 
-    def __post_init__(self) -> None:
-        try:
-            super().__post_init__()
-        except ValueError as error:
-            raise ValueError(f"curvature.{error}") from error
-
     def options(self, targets: TargetOptions = TargetOptions()) -> CurvatureOptions:  # noqa: B008
         """Return the options of the pass, with ``targets`` for the targets of the data."""
         of_pass = {field.name: getattr(self, field.name) for field in fields(PassOptions)}

@@ -27,7 +27,6 @@ class MetricsLogger:
     """
 
     def __init__(self, name: LoggerName, folder: Path, identity: dict[str, Any]) -> None:
-        check_logger(name)
         if name == "tensorboard":
             from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 
