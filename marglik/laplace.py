@@ -407,6 +407,12 @@ class ParametricLaplace(Posterior):
         return evidence.to(self._wide_dtype)
 
     @property
+    def loss(self) -> Tensor:
+        """Σ ℓ over the data (nats) at σ = 1, a float64 scalar."""
+        loss = 0.0 if self._curvature is None else self._curvature.loss
+        return torch.as_tensor(loss, dtype=torch.float64)
+
+    @property
     def log_likelihood(self) -> Tensor:
         """Log p(D|θ*) / T (nats, a sum over the data)."""
         return self.evidence_terms.log_likelihood(self.sigma_noise, self.temperature)

@@ -92,6 +92,8 @@ class Posterior:
         generator: random numbers for a Fisher that draws, on the model's device.
         process_group: the ranks of `torch.distributed` that fit together, each with a shard of the
             data; None for this process alone.
+        former: another posterior of the model, whose pass over data, with its proof of the model,
+            `fit` uses again. See `CurvaturePass.factors_of`.
         keywords: single options that override fields of ``options``, such as
             ``kfac_approx="reduce"``.
 
@@ -119,6 +121,7 @@ class Posterior:
         enable_backprop: bool = False,
         generator: torch.Generator | None = None,
         process_group: ProcessGroupOption = "default",
+        former: "Posterior | None" = None,
         **keywords: Any,
     ) -> None:
         check_module(model)
@@ -165,9 +168,8 @@ class Posterior:
         self.fingerprints: Tensor | None = None
         """Fingerprints of the fit's examples, see `marglik.posterior.fingerprints`; None if the
         inputs have none."""
-        self.curvature_pass: CurvaturePass | None = None
-        """Pass over data that a later fit (or another posterior of the model) can reuse, with its
-        proof of the model. See `CurvaturePass.factors_of`."""
+        # Later fits use it again, with its proof of the model.
+        self._curvature_pass: CurvaturePass | None = former and former._curvature_pass
 
     def __repr__(self) -> str:
         sample = "" if self.sample_size is None else f"{self.sample_size} of "
@@ -190,12 +192,6 @@ class Posterior:
         Also None if H is from Jacobians, see `fitted_curvature`.
         """
         return self._curvature if isinstance(self._curvature, KroneckerFactors) else None
-
-    @property
-    def loss(self) -> Tensor:
-        """Σ ℓ over the data (nats) at σ = 1, a float64 scalar."""
-        loss = 0.0 if self._curvature is None else self._curvature.loss
-        return torch.as_tensor(loss, dtype=torch.float64)
 
     @property
     def _device(self) -> torch.device:
@@ -351,7 +347,7 @@ class Posterior:
                 the exact blocks in the factors' eigenbasis; see `kfac_backend.corrected_factors`.
             stands_for: N, if the data is a random sample of M of N examples. Sums are multiplied by
                 N/M, so loss, curvature and evidence are estimates for all the data.
-            repeat_proof: whether a `curvature_pass` that has proved the model proves it again, see
+            repeat_proof: whether a pass that has proved the model proves it again, see
                 `CurvaturePass.factors_of`.
 
         Raises:
@@ -424,13 +420,13 @@ class Posterior:
         # A pass can be reused for another matrix, but not for other targets or draws.
         names = ("kfac_approx", "fisher", "mc_samples")
         matrix: Any = {name: getattr(self.options, name) for name in names}
-        curvature_pass = self.curvature_pass
+        curvature_pass = self._curvature_pass
         if (
             curvature_pass is None
             or curvature_pass.driver.options.replace(**matrix) != self.options
             or curvature_pass.driver.generator is not self.generator
         ):
-            self.curvature_pass = curvature_pass = CurvaturePass(
+            self._curvature_pass = curvature_pass = CurvaturePass(
                 self.model,
                 self._likelihood,
                 self.options,

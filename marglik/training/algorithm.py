@@ -178,7 +178,8 @@ def update(problem: Problem, state: LearnerState, is_last: bool = False) -> dict
     before, schedule = state.hyperparameters.prior_precision, problem.options.schedule
     evidences, state.record = fit(problem, state, schedule.steps, is_last)  # K + 1
     assert state.posterior is not None
-    state.losses.append((state.epoch, state.posterior.loss.item() / problem.num_data))
+    loss = state.posterior.fitted_curvature(any_weights=True).loss
+    state.losses.append((state.epoch, loss / problem.num_data))
     decay_policy.look_at_update(problem, state, before)
     state.steps_at_update, state.measures.rate = state.steps[-1], problem.rate
     set_decays(problem, state)
@@ -210,9 +211,8 @@ def fit(
     state.posterior = posterior = Posterior(
         problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,
         temperature=options.temperature, structure=options.hessian_structure,
-        process_group=problem.ranks.process_group,
+        process_group=problem.ranks.process_group, former=former,
     )  # fmt: skip
-    posterior.curvature_pass = former.curvature_pass if former else None  # it proved the model
     # Separate random numbers: the loop's must not depend on the times of updates.
     with seeded_random_numbers(problem.model, state.epoch):
         with own_random_numbers(problem.ranks):

@@ -187,10 +187,10 @@ def largest_precisions(
     measures, N = state.measures, problem.num_data
     if rule is None or not state.losses:
         return None
-    T, loss = problem.options.temperature, posterior.loss.item() / N
+    terms, delta = posterior.evidence_terms, hyper.prior_precision
+    T, loss = problem.options.temperature, terms.loss / N
     fall = N * (measures.first_loss - loss) / (T * hyper.sigma_noise.square().item())
     half = half_time([(0, measures.first_loss), *state.losses, (state.epoch, loss)])
-    terms, delta = posterior.evidence_terms, hyper.prior_precision
     block_precision = hyper.groups.per_tensor(delta).to(terms.tensors.device)[terms.tensors]
     gamma = terms.effective_parameters(block_precision, hyper.sigma_noise, T).sum().item()
     is_late = half >= state.epoch / 2 and fall > NATS_OF_NOISE * gamma

@@ -424,7 +424,7 @@ def test_classes_that_may_be_second_are_refused_where_sizes_are_equal(case, run)
 def fitted_loss(model, data):
     posterior = Posterior(model, "classification", structure="full")
     posterior.fit(data)
-    return posterior.loss
+    return posterior.fitted_curvature().loss
 
 
 def first_loss(model, data):

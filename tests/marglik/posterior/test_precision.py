@@ -116,7 +116,7 @@ def test_a_posterior_equals_its_dense_matrix(structure, likelihood, monkeypatch)
     """Evidence, γ, covariances of one and of several inputs, samples, and the predictive."""
     posterior = fitted(structure, likelihood)
     dense, x = Dense(posterior), data(likelihood)[0][:3]
-    assert_close(float(posterior.loss), float(dense.loss))
+    assert_close(float(posterior.evidence_terms.loss), float(dense.loss))
     assert_close(posterior.log_marginal_likelihood(), dense.evidence())
     sigma = dense.covariance
     gamma = (1 - dense.delta * sigma.diagonal()).split(dense.sizes)

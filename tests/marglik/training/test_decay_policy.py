@@ -141,10 +141,11 @@ def test_while_a_network_fits_late_no_decay_may_rise(losses, loss, gamma, rule, 
     hyper = Hyperparameters(groups, torch.linspace(7.0, 0.1, len(groups.names)))
     state = SimpleNamespace(hyperparameters=hyper, measures=measures, losses=losses, epoch=20)
     terms = SimpleNamespace(
+        loss=500 * loss,
         tensors=torch.arange(len(groups.names)),
         effective_parameters=lambda *_: torch.tensor([gamma / 2, gamma / 2]),
     )
-    posterior = SimpleNamespace(loss=torch.tensor(500 * loss), evidence_terms=terms)
+    posterior = SimpleNamespace(evidence_terms=terms)
     options = SimpleNamespace(temperature=1.0, policy=DecayPolicy(**rule))
     problem = SimpleNamespace(options=options, num_data=500, ranks=Ranks(None))
     largest = largest_precisions(problem, state, posterior)
