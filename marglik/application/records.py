@@ -187,6 +187,16 @@ class SuspiciousLabels:
     unknown: str | None = None
     """Reason if the labels have no scores."""
 
+    @property
+    def in_words(self) -> str:
+        """Sentences about the numbers of labels."""
+        return (
+            f"Possibly wrong training labels: the {self.number:,} of {self.judged:,} with the "
+            "highest scores. Averaged over the training, the network predicted "
+            f"{100 * self.agreement:.0f} % of the labels. Examples are counted from 0, in the "
+            "order of the file or of the images."
+        )
+
 
 @dataclass(frozen=True)
 class Explanations:

@@ -223,12 +223,7 @@ def _suspicious(runs: Sequence[Run]) -> Blocks:
         if labels.unknown is not None:
             blocks.append(run.titled(labels.unknown))
             continue
-        text = (
-            f"{labels.number:,} of {labels.judged:,} labels are suspicious. Averaged over the "
-            f"epochs, the network predicted {percentage(labels.agreement, 1)} of the labels. "
-            "Examples are counted from 0, in the order of the file or of the images."
-        )
-        blocks.append(run.titled(text))
+        blocks.append(run.titled(labels.in_words))
         title = run.titled("The most suspicious labels")
         if labels.examples and labels.examples[0].image:
             blocks.append(Gallery(title, "Training image", labels.examples))

@@ -169,11 +169,7 @@ def _print_suspicious(labels: SuspiciousLabels) -> None:
     if not labels.number:
         return
     say()
-    _print_paragraph(
-        f"Possibly wrong training labels: the {labels.number} of {labels.judged} with the highest "
-        f"scores. Averaged over the training, the network predicted {100 * labels.agreement:.0f} % "
-        "of the labels. Examples are counted from 0, in the order of the file or of the images."
-    )
+    _print_paragraph(labels.in_words)
     examples = labels.examples[:SUSPICIOUS_SHOWN]
     columns = ["example", "label", "predicted", *examples[0].numbers]
     rows = [

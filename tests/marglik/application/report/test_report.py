@@ -269,7 +269,7 @@ def test_the_page_says_what_the_run_found(page, run):
     for text in (
         "MLP on digits (0, 1, 2)", f"{nll:.4f}", "Negative log-likelihood nats per example, lower",
         "Difference to the plain network on the same test examples", "Each tensor at the end",
-        "labels are suspicious", "curvature.fisher mc", "noise (20 examples)",
+        "Possibly wrong training labels", "curvature.fisher mc", "noise (20 examples)",
     ):  # fmt: skip
         assert text in page.text, text
     plots = [attrs for attrs in page.having("div") if attrs.get("class") == "chart-plot"]
