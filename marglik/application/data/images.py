@@ -321,17 +321,13 @@ class ClassSubset(DataSource):
             raise ValueError(
                 f"{splits.name} has no class {unknown}. Its classes are {list(names)}."
             )
-        indices = torch.tensor([names.index(name) for name in self.classes])
-
-        def classes_of(
-            part: Pair,
-        ) -> Tensor:  # (N, classes): whether the image has this class
-            return part[1][:, None] == indices
+        # The label of each class of the source here; -1 for other classes.
+        label = torch.full((len(names),), -1)
+        label[[names.index(name) for name in self.classes]] = torch.arange(len(self.classes))
 
         def some(part: Pair) -> Pair:
-            is_class = classes_of(part)
-            chosen = is_class.any(1)
-            return take(part, chosen)[0], is_class[chosen].int().argmax(1)
+            own = label[part[1].long()]
+            return take(part, own >= 0)[0], own[own >= 0]
 
         return replace(
             splits,
@@ -340,7 +336,7 @@ class ClassSubset(DataSource):
             test=some(splits.test),
             classes=self.classes,
             name=f"{splits.name} ({', '.join(self.classes)})",
-            train_indices=splits.indices_in_source[classes_of(splits.train).any(1)],
+            train_indices=splits.indices_in_source[label[splits.train[1].long()] >= 0],
         )
 
 
