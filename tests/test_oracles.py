@@ -1,7 +1,5 @@
 """The oracles against cases worked by hand."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,6 @@ from tests.oracles import (
     dense_ggn_of,
     empirical_fisher_blocks,
     kfac_from_uses,
-    loss_hessian,
     nearest_kronecker,
 )
 from tests.random_numbers import error, normal
@@ -22,44 +19,11 @@ from tests.uses import kfac_blocks
 close = torch.testing.assert_close
 
 
-class Mean(nn.Module):
-    """Average over the given axes, the aggregation of the reduce setting."""
-
-    def __init__(self, *axes: int):
-        super().__init__()
-        self.axes = axes
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Average of x over the axes."""
-        return x.mean(self.axes)
-
-
 def tensor(*values) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
 # --- the generalized Gauss-Newton matrix and the empirical Fisher ---
-
-
-def test_loss_hessians_by_hand():
-    f = tensor(math.log(3.0), 0.0)  # softmax (3/4, 1/4); sigmoid (3/4, 1/2)
-    close(loss_hessian(f, "classification"), tensor([1, -1], [-1, 1]) * 3 / 16)
-    close(loss_hessian(f, "regression"), tensor([1, 0], [0, 1]))
-    close(loss_hessian(f, "bernoulli"), tensor([3 / 16, 0], [0, 1 / 4]))
-    three = loss_hessian(tensor(math.log(2.0), 0.0, 0.0), "classification")  # (1/2, 1/4, 1/4)
-    close(three, tensor([4, -2, -2], [-2, 3, -1], [-2, -1, 3]) / 16)
-    with pytest.raises(ValueError, match="poisson"):
-        loss_hessian(f, "poisson")
-
-
-def test_shared_positions_by_hand():
-    layer, x = nn.Linear(1, 1), tensor([[1], [3]])  # N = 1, R = 2, d_in = 1
-    pooled = nn.Sequential(layer, Mean(1))
-    # (exact, expand, reduce): 1 + 9, (1 + 9)/2 · 2, 2² · 2; with pooling 2², 5 · 2/4, 2² · 1.
-    for model, name, values in ((layer, "weight", (10, 10, 8)), (pooled, "0.weight", (4, 2.5, 4))):
-        close(dense_ggn_blocks(model, x, "regression")[name], tensor([values[0]]))
-        close(kfac_blocks(model, x, "regression", "expand")[name], tensor([values[1]]))
-        close(kfac_blocks(model, x, "regression", "reduce")[name], tensor([values[2]]))
 
 
 class Mix(nn.Module):

@@ -107,7 +107,5 @@ def test_a_class_is_one_more_choice(every_sign):
 
 
 def test_a_choice_that_there_is_not():
-    with pytest.raises(
-        ValueError, match="fisher='every sign'.*'exact', 'mc', 'random_signs', 'empirical'"
-    ):
+    with pytest.raises(ValueError, match="'every sign'.*'random_signs', 'empirical'"):
         CurvatureOptions(fisher="every sign")

@@ -14,13 +14,6 @@ from tests.marglik.networks import randomised
 from tests.oracles import jacobian_of, packs
 from tests.random_numbers import normal
 
-
-def mlp():
-    """A small network in float64, with its inputs."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double(), normal(5, 6)
-
-
 VOCABULARY = 5
 
 

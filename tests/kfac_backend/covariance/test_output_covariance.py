@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from tests.kfac_backend import layer_cases
 from tests.kfac_backend.block_checks import MODES
-from tests.kfac_backend.covariance.posteriors import brute_force, covariance_parts, mlp, posterior
+from tests.kfac_backend.covariance.posteriors import brute_force, covariance_parts, posterior
 from tests.kfac_backend.networks import OwnNorm, random_model
 from tests.random_numbers import error, normal
 
@@ -73,7 +73,8 @@ def test_mappings_and_inference_mode():
 
 
 def test_wrong_input_is_named():
-    model, x = mlp()
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x = normal(5, 6)
     blocks, _ = posterior(model, x)
     with pytest.raises(ValueError, match="'2.weight' .*30 entries.* 15"):
         OutputCovariance(model, {"2.weight": blocks["0.weight"]})

@@ -8,7 +8,6 @@ from torch.testing import assert_close
 from experiments.models import GPT
 from experiments.timing import peak_memory
 from kfac_backend.blocks.block import EigenBlock
-from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.output_covariance import OutputCovariance
 from tests.kfac_backend.covariance.posteriors import (
     SEQUENCES,
@@ -78,28 +77,3 @@ def test_batches_that_cannot_be_taken_apart():
     blocks, dense = posterior(model, x)
     expected = brute_force(model, x, dense)
     assert_choices(OutputCovariance(model, blocks), Whole(x), model(x).detach(), expected)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "error", "message"),
-    [
-        ({"positions": torch.ones(3, 5)}, TypeError, "dtype torch.float32. Pass a boolean mask"),
-        ({"positions": torch.ones(3, 4).bool()}, ValueError, r"\(3, 4\) .* need shape \(3, 5\)"),
-        ({"positions": torch.zeros(3, 5).bool()}, ValueError, "selects 0 positions"),
-        (
-            {"classes": torch.tensor([0.0])},
-            TypeError,
-            "dtype torch.float32. Pass integers",
-        ),
-        ({"classes": torch.tensor([0, 4])}, ValueError, "index 4, but the outputs are 0 to 3"),
-        ({"classes": torch.tensor([-1])}, ValueError, "index -1, but the outputs are 0 to 3"),
-        ({"classes": torch.zeros(3, 2).long()}, ValueError, r"Pass \(K,\), or \(3, 5, 'K'\)"),
-    ],
-)
-@pytest.mark.parametrize("last", [False, True])
-def test_wrong_choices_are_named(last, chosen, error, message):
-    model, x, _ = sequences("linear")
-    blocks, _ = posterior(model, x)
-    covariance = LastLayerCovariance(model, "", blocks) if last else OutputCovariance(model, blocks)
-    with pytest.raises(error, match=message):
-        covariance(x, **chosen)

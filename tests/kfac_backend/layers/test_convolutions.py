@@ -168,9 +168,7 @@ def test_output_size_in_place_of_output_padding(layer_type, mode):
 
 
 def test_an_output_size_that_says_nothing_of_the_inputs_is_named():
-    with pytest.raises(
-        NotImplementedError, match="output_padding that is not smaller than its stride"
-    ):
+    with pytest.raises(NotImplementedError, match="output_padding .* its stride"):
         ConvTransposeRule.check(nn.ConvTranspose1d(1, 1, 2, dilation=3, output_padding=2))
 
 

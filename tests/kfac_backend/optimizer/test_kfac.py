@@ -393,14 +393,10 @@ def test_keywords_that_a_step_does_not_use_are_refused(make, name):
 def test_options_of_kfac_in_groups_are_refused():
     model = network()
     group = {"params": list(model[:8].parameters()), "damping": 1.0, "exclude": ["0.*"]}
-    with pytest.raises(
-        ValueError, match="'damping', 'exclude', which K-FAC only supports for all groups"
-    ):
+    with pytest.raises(ValueError, match="'damping', 'exclude', .* for all groups"):
         KFAC(model, "classification", params=[group])
     optimizer = KFAC(model, "classification", params=model[8:].parameters())
-    with pytest.raises(
-        ValueError, match="'damping', 'exclude', which K-FAC only supports for all groups"
-    ):
+    with pytest.raises(ValueError, match="'damping', 'exclude', .* for all groups"):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
 

@@ -233,9 +233,7 @@ def test_excluded_parameters_keep_their_gradients():
     g, found = preconditioned(model, conditioner, F.cross_entropy(model(x), y))
     for name in g:
         assert torch.equal(g[name], found[name]) == (name.startswith("8.") or name == "0.weight")
-    with pytest.raises(
-        ValueError, match=r"no parameter matches 'nine\*'. The parameters are 0.weight"
-    ):
+    with pytest.raises(ValueError, match=r"'nine\*'. The parameters are 0.weight"):
         preconditioner(network(), exclude=["nine*"])
     with pytest.raises(ValueError, match=r"exclude=\['\*'\] leaves no parameter"):
         preconditioner(network(), exclude=["*"])

@@ -322,9 +322,7 @@ def test_a_model_in_compiled_code_is_a_named_error(how, compiling):
     curvature = training_pass(model)
     if how == "in place":
         model.compile(backend=compiling)
-    with pytest.raises(
-        NotImplementedError, match=r"\(Sequential\) runs in code made by torch.compile"
-    ):
+    with pytest.raises(NotImplementedError, match=r"\(Sequential\) .*torch.compile"):
         called(normal(6, 3))
     curvature.is_scheduled = False
     called(normal(6, 3))
