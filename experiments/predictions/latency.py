@@ -48,14 +48,27 @@ class Config:
     rounds: int = 5
 
 
+class OwnForward(nn.Module):
+    """An MLP in a class of its own, whose code marglik does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(4, 20), nn.Linear(20, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs."""
+        return self.last(self.inner(x).tanh())
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "regression": (lambda: MLP(1, (50,), 1, "tanh"), (1,), 0),
     "mlp": (lambda: MLP(4, (20,), 3, "tanh"), (4,), 3),
+    "own": (OwnForward, (4,), 3),
     "lenet": (lambda: LeNet(3, 3, 8), (3, 8, 8), 3),
     "resnet18": (resnet18, (3, 32, 32), 10),
 }
 """Name -> a new network, the shape of an example, and the number of classes (0: regression)."""
-WITH_ALL_LAYERS = "regression", "mlp", "lenet"
+WITH_ALL_LAYERS = "regression", "mlp", "own", "lenet"
 """Networks in which laplace-torch supports each parameter, and needs no gigabytes."""
 TINY = "regression", "mlp"
 """Networks of which a grid over all layers takes laplace-torch less than a second."""
@@ -188,6 +201,7 @@ CONFIGS = {
     config.name: config
     for config in (
         Config("one_input_mlp", 100),
+        Config("one_input_own", 100),
         Config("one_input_lenet", 100),
         Config("one_input_resnet18", 10, examples=6),
         Config("tiny_regression", 1),

@@ -8,13 +8,14 @@ s_ij. Nothing is propagated back, and positions do not depend on each other. The
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kfac_backend.covariance.contraction import bases, rotated
+from kfac_backend.covariance.contraction import bases
 from kfac_backend.covariance.gradients import PosteriorPrecision
 from kfac_backend.covariance.output_covariance import (
     OutputCovariance,
@@ -24,10 +25,19 @@ from kfac_backend.covariance.output_covariance import (
     default_memory,
 )
 from kfac_backend.engine.batches import detached
-from kfac_backend.engine.model_calls import call_with, close, noise_like, preserve_state
+from kfac_backend.engine.model_calls import (
+    call_with,
+    close,
+    has_known_code,
+    noise_like,
+    preserve_state,
+)
 from kfac_backend.layers import WeightSharingRule, registered
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.sharding import detached_parameters, is_sharded
+
+MOST_KEPT = 2**20
+"""Maximum number of entries of a basis whose squares are kept."""
 
 
 class _Basis(NamedTuple):
@@ -35,6 +45,8 @@ class _Basis(NamedTuple):
 
     Q_B: Tensor | None
     """(C, d_out); None is the identity."""
+    squares_B: Tensor | None
+    """Squares of Q_B's entries, (d_out, C); None if these are too many to keep."""
     Q_A: Tensor | None
     """(1, d_in, d_in), of a weight; None is the identity."""
     inverse: Tensor
@@ -118,7 +130,7 @@ class LastLayerCovariance:
             with preserve_state(self._model if is_sharded(self._model) else self._layer):
                 outputs = self._run(x)
             if outputs is not None:
-                with torch.no_grad(), torch.autocast(outputs[0].device.type, enabled=False):
+                with torch.no_grad(), _without_autocast(outputs[0].device):
                     if added is None:
                         if self._bases is None:
                             self._bases = self._bases_at(outputs[-1].transposed, None)
@@ -159,6 +171,8 @@ class LastLayerCovariance:
             self._rule = rule = registered_rule.rule(self._layer, "expand", self._parameters)
         if rule.groups > 1 or not rule.same_gradients or rule.takes_integers:
             return None
+        if has_known_code(self._model) and (outputs := self._run_known(x, rule)) is not None:
+            return outputs
         runs: list[tuple[Tensor, Tensor]] = []
 
         def hook(layer: Any, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
@@ -196,6 +210,30 @@ class LastLayerCovariance:
         f, a = f.detach(), a.detach()
         return (f, a, rule) if _computes(own, rule, a[:1], f[:1]) else None
 
+    def _run_known(
+        self, x: Any, rule: WeightSharingRule
+    ) -> tuple[Tensor, Tensor, WeightSharingRule] | None:
+        """Return the same as `_run` for a model of known code, or None if another layer follows.
+
+        If the model returns the layer's own tensor, unchanged, its derivative is the layer's.
+        """
+        runs: list[tuple[Tensor, Tensor, int]] = []
+
+        def hook(_: Any, args: tuple, kwargs: dict, output: Tensor) -> None:
+            runs.append((rule.input_of(args, kwargs), output, output._version))
+
+        handle = self._layer.register_forward_hook(hook, with_kwargs=True)
+        with torch.no_grad():
+            f = call_with(self._model, None, x)
+            handle.remove()
+            if len(runs) != 1 or f.dim() < 2 or rule.features != -1:
+                return None
+            ((a, z, version),) = runs
+            if f is not z or f._version != version:
+                return None
+            is_linear = _computes(self._layer._parameters, rule, a[:1], f[:1])
+        return (f, a, rule) if is_linear else None
+
     def _is_unchanged(self, f: Tensor, z: Tensor, parameters: list[Tensor], features: int) -> bool:
         """Return whether outputs f equal the layer's z in value and derivative, up to axes.
 
@@ -226,7 +264,7 @@ class LastLayerCovariance:
         The covariances are (1, ..., K, K), and the variances (D, ..., K) for D inverse spectra.
         """
         D = len(bases[0].inverse)
-        C, M, wide = f.shape[-1], f[..., 0].numel(), at_least_float32(f)
+        C, M, wide = f.shape[-1], f.shape[:-1].numel(), at_least_float32(f)
         memory, itemsize = self._memory or default_memory(f.device), wide.element_size()
         weight = self._parameters.get("weight")
         d_in = 1 if weight is None else self._precision[weight][0].numel // C
@@ -238,8 +276,11 @@ class LastLayerCovariance:
 
         if positions is None and classes is None and M <= most(C):  # the usual case
             inputs = rule.inputs(a)[0].flatten(0, 1).to(wide.dtype)  # (M, d_in)
-            result = wide.new_empty((D, M, C) if variance_only else (D, M, C, C))
-            result[:] = _some(inputs, None, C, bases, variance_only)
+            result = _some(inputs, None, C, bases, variance_only).to(wide.dtype)
+            if not any(basis.is_weight for basis in bases):  # a bias, for which this may be cached
+                result = result.expand(-1, M, *result.shape[2:]).clone(
+                    memory_format=torch.contiguous_format
+                )
             return f.clone(), result.view(D, *f.shape[:-1], *result.shape[2:])
         mask = check_positions(positions, f.shape).to(f.device)
         shape = tuple(mask.shape) if positions is None else (int(mask.sum()),)
@@ -283,8 +324,16 @@ class LastLayerCovariance:
                 Q_B, Q_A = block.Q_B if block.Q_B.dim() == 2 else None, None  # None of a diagonal
                 s = spectrum.reshape(1, 1, -1)
             s = s if added is None else s + added.to(s)[:, None, None]
-            all_bases.append(_Basis(Q_B, Q_A, s.reciprocal(), local == "weight"))
+            squares = None
+            if Q_B is not None and Q_B.numel() <= MOST_KEPT:
+                squares = Q_B.square().mT
+            all_bases.append(_Basis(Q_B, squares, Q_A, s.reciprocal(), local == "weight"))
         return all_bases
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    is_enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_enabled else nullcontext()
 
 
 def _some(
@@ -294,14 +343,16 @@ def _some(
     # Weight and bias are independent in the posterior, so their covariances add. For both the
     # covariance is Q diag(w) Qᵀ, with one w for each position, or for all of them (a bias).
     total: Tensor | None = None
-    for Q, Q_A, inverse, is_weight in bases:
+    for Q, squares_B, Q_A, inverse, is_weight in bases:
         w = inverse  # (D, 1, k) of a bias
         if is_weight:
-            squares = rotated(a[None], Q_A)[0].square()
+            squares = (a if Q_A is None else a.to(Q_A.dtype) @ Q_A[0]).square()
             # A plain product is faster than a batch of one.
             w = (squares @ inverse[0].mT)[None] if len(inverse) == 1 else squares @ inverse.mT
         if variance_only:
-            part = w if Q is None else w @ Q.square().mT  # (D, m or 1, C)
+            if Q is not None and squares_B is None:
+                squares_B = Q.square().mT
+            part = w if squares_B is None else w @ squares_B  # (D, m or 1, C)
             if columns is not None:
                 part = part.expand(-1, len(a), C).gather(2, columns.expand(len(part), -1, -1))
         elif Q is not None:
@@ -325,18 +376,18 @@ def _computes(
     if weight is None:  # of a sharded model, computed from other parameters
         return False
     weight = weight if rule.transposed else weight.flatten(1).mT
-    inputs = rule.inputs(a)[0]  # (1, R, d_in)
-    if inputs.shape[-1] != len(weight) or inputs.shape[1] != _positions(f).shape[1]:
+    inputs, positions = rule.inputs(a)[0], _positions(f)  # (1, R, d_in) and (1, R, C)
+    if inputs.shape[-1] != len(weight) or inputs.shape[1] != positions.shape[1]:
         return False
     rows = inputs[0].to(weight.dtype)
     # Not F.linear, which a tensor of another class or the user's code may replace.
     z = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-    return close(_positions(f), z[None])
+    return close(positions, z.unsqueeze(0))
 
 
 def _positions(f: Tensor) -> Tensor:
     """Return (N, ..., C) as (N, R, C)."""
-    return f.flatten(1, -2) if f.dim() > 2 else f[:, None]
+    return f.flatten(1, -2) if f.dim() > 2 else f.unsqueeze(1)
 
 
 def _equal_outputs(z: Tensor, f: Tensor, features: int) -> bool:

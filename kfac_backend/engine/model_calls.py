@@ -28,6 +28,8 @@ HOOKS = [
     name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))
 ]
 """Attributes of a module that hold its forward hooks and their options."""
+CHANGING = "_parameters", *HOOKS
+"""Attributes that `state_restorer` restores, in addition to the mode and the forward."""
 ALL_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 """Attributes of a module that hold the hooks of its calls."""
 VECTORISED: set[type[nn.Module]] = {
@@ -57,28 +59,34 @@ def state_restorer(*modules: nn.Module) -> Callable[[], None]:
         reshard(root)  # a parameter that FSDP has gathered is a temporary object
     modes: list[tuple[dict[str, Any], Any, Any]] = []  # attributes, and the former mode and forward
     before: list[tuple[dict, dict]] = []  # dictionaries and their former entries
+    empty: list[dict] = []  # dictionaries without entries, which most are
     every = dict.fromkeys(module for root in modules for module in root.modules())
     for attributes in map(vars, every):
         modes.append((attributes, attributes.get("training"), attributes.get("forward")))
-        for name in ("_parameters", *HOOKS):
+        for name in CHANGING:
             entries = attributes.get(name)
             # Except for modules of TorchScript: theirs are no dictionaries and cannot change.
             if isinstance(entries, dict):
-                before.append((entries, entries.copy() if entries else {}))
+                if entries:
+                    before.append((entries, entries.copy()))
+                else:
+                    empty.append(entries)
 
     def restore() -> None:
         for root in modules:
             reshard(root)
-        for attributes, *former in modes:
-            for name, value in zip(("training", "forward"), former, strict=True):
+        for attributes, mode, forward in modes:
+            for name, value in (("training", mode), ("forward", forward)):
                 if value is not None:
                     attributes[name] = value
                 else:
                     attributes.pop(name, None)
-        for present, former in before:
-            if present or former:
-                present.clear()
-                present.update(former)
+        for entries in empty:
+            if entries:
+                entries.clear()
+        for entries, former in before:
+            entries.clear()
+            entries.update(former)
 
     return restore
 
@@ -140,7 +148,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def call_with(
-    model: nn.Module, parameters: dict[str, Tensor], x: Any, labels: Tensor | None = None
+    model: nn.Module, parameters: dict[str, Tensor] | None, x: Any, labels: Tensor | None = None
 ) -> Any:
     """Return the model's output at x with these parameters; all others are constants.
 
@@ -148,6 +156,7 @@ def call_with(
     model's single argument, unless its forward names the mapping's keys, like models of Hugging
     Face. If the output has ``logits``, these are returned. The model's own parameters are not
     written. With ``labels`` the model also gets the labels, and its whole output is returned.
+    ``parameters`` may be None for known code without gradients. Nothing is then replaced.
 
     Raises:
         TypeError: an output that is not a tensor of real numbers; inputs in another dtype than the
@@ -162,13 +171,13 @@ def call_with(
     places: list[tuple[str, dict[str, Any], str, Tensor, Tensor]] = []  # each with its replacement
     whole = whole_parameters(model)  # empty unless the model is sharded
     # Replace all parameters, under each of their names, so that nothing is written into the model.
-    for prefix, module in model.named_modules():
+    for prefix, module in () if parameters is None else model.named_modules():
         start, tensors = f"{prefix}." if prefix else "", module._parameters
         for local, p in tensors.items():
             if p is not None:
                 p = whole.get(start + local, p)
                 if id(p) not in values:
-                    values[id(p)] = parameters.get(start + local, p.detach())
+                    values[id(p)] = (parameters or {}).get(start + local, p.detach())
                 places.append((start + local, tensors, local, p, values[id(p)]))
         # Copy buffers that may change, such as running statistics.
         for local, b in module._buffers.items() if module.training else ():
@@ -189,8 +198,7 @@ def call_with(
                     for _, tensors, local, former, _ in places:
                         tensors[local] = former
             else:  # slower; its own tie_weights drops parameters (pytorch issue 164759)
-                call = torch.func.functional_call
-                output = call(model, state, args, kwargs, tie_weights=False)
+                output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if not isinstance(error, UnexpectedRun):
             explain(model, (*args, kwargs), error)
@@ -215,24 +223,28 @@ def call_with_each(
     entries = sum(t.numel() * (1 if t.is_floating_point() else width) for t in tensors)
     entries = max(1, entries, *(width * t.shape[:1].numel() for t in tensors))
     at_once = min(S, MOST_ENTRIES // entries) if tensors else 1
-    if at_once > 1 and _is_vectorised(model):
+    if at_once > 1 and has_known_code(model):
         run = partial(call_with, model, x=x)
         return torch.vmap(run, chunk_size=at_once)(dict(parameters)).contiguous()
     samples = ({name: values[s] for name, values in parameters.items()} for s in range(S))
     return torch.stack([call_with(model, sample, x) for sample in samples])
 
 
-def _is_vectorised(model: nn.Module) -> bool:
-    """Return whether the code of all modules is known to be vectorised, without hooks."""
+def has_known_code(model: nn.Module) -> bool:
+    """Return whether all modules are of `VECTORISED` classes, in eval mode and without hooks.
+
+    Then no code can change a gradient, neither by a hook on a tensor nor on a node of the graph.
+    """
     if _has_any_global_hook():
         return False
-    return all(
-        type(module) in VECTORISED
-        and not module.training
-        and "forward" not in vars(module)
-        and not any(getattr(module, name) for name in ALL_HOOKS)
-        for module in model.modules()
-    )
+    for module in model.modules():
+        own = vars(module)
+        if type(module) not in VECTORISED or own["training"] or "forward" in own:
+            return False
+        for name in ALL_HOOKS:
+            if own[name]:
+                return False
+    return True
 
 
 def check_output(output: object) -> None:

@@ -202,7 +202,7 @@ class LinearRule(WeightSharingRule):
                 f"{self.layer} got shape {tuple(a.shape)}, but needs a batch (N, ..., d_in). For "
                 "one example add the axis: x[None]."
             )
-        return a.flatten(1, -2)[None] if a.dim() > 2 else a[None, :, None]
+        return (a.flatten(1, -2) if a.dim() > 2 else a.unsqueeze(1)).unsqueeze(0)
 
 
 class TransposedLinearRule(LinearRule):

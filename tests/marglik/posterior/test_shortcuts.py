@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfac_backend.engine.model_calls
 import marglik.laplace
+from kfac_backend.covariance import last_layer
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.engine.model_calls import call_with, call_with_each
 from marglik import KronLaplace, Laplace, Posterior, PredictiveConfig, laplace_predictive
@@ -244,6 +245,83 @@ def test_results_are_the_callers_own(learned, diagonal_above, only, n, monkeypat
         for tensor in found:
             assert tensor.is_contiguous()
             tensor.mul_(5)
+
+
+class NodeHook(nn.Sequential):
+    """A network whose forward doubles the gradient of its outputs."""
+
+    def forward(self, x):
+        f = nn.Sequential.forward(self, x)
+        double_gradient_of_node(f)
+        return f
+
+
+def known_posterior():
+    """A posterior of a network of `VECTORISED` classes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(), nn.Linear(6, 3)).double().eval()
+    la = Posterior(model, "classification", prior_precision=0.7, kfac_approx="expand")
+    la.fit([(X, torch.arange(8) % 3)])
+    return la
+
+
+# Each changes the derivative of the outputs, but no value.
+CHANGED_CODE = {
+    "hook on a tensor": lambda m: m.register_forward_hook(lambda m, args, f: double_gradient(f)),
+    "hook on a node": lambda m: m.register_forward_hook(
+        lambda m, args, f: double_gradient_of_node(f)
+    ),
+    "global hook": lambda m: nn.modules.module.register_module_forward_hook(
+        lambda module, args, f: double_gradient_of_node(f) if module is m else None
+    ),
+    "other class": lambda m: setattr(m, "__class__", NodeHook),
+    "own forward": lambda m: setattr(m, "forward", partial(NodeHook.forward, m)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_CODE)
+def test_known_code_is_checked_in_each_prediction(name, monkeypatch):
+    la, other = known_posterior(), known_posterior()
+    predict = partial(la.output_distribution, X, "last")
+    before = predict()
+    assert_close(before, generally(monkeypatch, partial(other.output_distribution, X, "last")))
+    handle = CHANGED_CODE[name](la.model)
+    try:
+        with pytest.raises(NotImplementedError, match="code or hooks may have changed"):
+            predict()
+        # Negative control: if the code is taken for known, nothing is noticed.
+        monkeypatch.setattr(last_layer, "has_known_code", lambda model: True)
+        assert_close(predict(), before)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@pytest.mark.parametrize(
+    "layers", [(nn.ReLU(inplace=True),), (nn.ReLU(),), (nn.Tanh(),), (nn.Flatten(),), ()]
+)
+def test_known_layers_after_the_last_one_count(layers, monkeypatch):
+    la = known_posterior()
+    la.output_distribution(X, "last")
+    la.model.extend(layers)
+    with torch.no_grad():
+        order = la.model[:4](X).amin(1).argsort(descending=True)
+        la.model[3].bias += 0.1 - la.model[:4](X[order[:1]]).amin()
+    la.fit([(X, torch.arange(8) % 3)])
+    x = X[order]  # of the first example, all outputs are positive, and ReLU changes nothing
+    found = la.output_distribution(x, "last")
+    assert_close(found, generally(monkeypatch, partial(la.output_distribution, x, "last")))
+
+
+def test_known_code_of_the_last_layer_is_compared_by_value(monkeypatch):
+    la, other = known_posterior(), known_posterior()
+    before = la.output_distribution(X, "last")
+    twice = lambda layer, x: 2 * functional.linear(x, layer.weight, layer.bias)  # noqa: E731
+    monkeypatch.setattr(nn.Linear, "forward", twice)
+    found = la.output_distribution(X, "last")
+    expected = generally(monkeypatch, partial(other.output_distribution, X, "last"))
+    assert_close(found, expected)
+    assert (found[1] - before[1]).norm() > 0.1 * before[1].norm()
 
 
 CONTEXTS = {
