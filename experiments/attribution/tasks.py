@@ -115,6 +115,7 @@ class Task:
         repeats: retrained networks for each half. The study averages their losses.
         fisher: "exact", or "mc" with one sampled label for each position.
         queries: number of test examples that are queries.
+        halves: number of random halves of the training data.
         ignore_index: label of positions that do not count.
     """
 
@@ -128,6 +129,7 @@ class Task:
     repeats: int = 1
     fisher: Literal["exact", "mc"] = "exact"
     queries: int = 100
+    halves: int = 50
     ignore_index: int | None = None
 
     def train(self, data: Pair, seed: int) -> Posterior:
@@ -199,7 +201,9 @@ TASKS = {
     "digits, MLP": Task(_digits(600), _digits_mlp, 20, batch_size=50),
     "digits, convolutions": Task(_digits(500), _small("flattened"), 30),
     "digits, convolutions, 20 % wrong": Task(_digits(500, 0.2), _small("flattened"), 30),
-    "CIFAR-2 (JPEG), ResNet-9": Task(_cats_and_dogs(600), lambda: resnet9(2), 30),
+    "CIFAR-2 (JPEG), ResNet-9": Task(
+        _cats_and_dogs(1000), lambda: resnet9(2), 30, halves=30
+    ),
     "UCI concrete": _regression(_uci("concrete"), 8, 40, 1),
     "diabetes": _regression(
         _table(lambda seed: load_diabetes(return_X_y=True), 342), 10, 40, 2

@@ -10,9 +10,11 @@ layers.
 
 The exact blocks of the GGN are H_b = Σ_n Σ_v g_nv g_nvᵀ, from the stored inputs and output
 gradients of all training examples. Conjugate gradients solve the systems of these blocks, with the
-EKFAC block as the preconditioner.
+EKFAC block as the preconditioner. If the vectors v are random draws, H_b is a noisy estimate. It is
+then replaced by a weighted mean of H_b and the EKFAC block, see `noise_share`.
 
-Sources: Koh & Liang 2017 (arXiv:1703.04730); Grosse et al. 2023 (arXiv:2308.03296) for EKFAC.
+Sources: Koh & Liang 2017 (arXiv:1703.04730); Grosse et al. 2023 (arXiv:2308.03296) for EKFAC;
+Ledoit & Wolf 2004 (Journal of Multivariate Analysis 88) for means with a structured matrix.
 """
 
 import warnings
@@ -40,9 +42,9 @@ from kfac_backend.engine.batches import check_read_twice, each_batch, num_exampl
 from kfac_backend.engine.capture import Sink
 from kfac_backend.engine.driver import Driver
 from kfac_backend.engine.rule_assignment import RuleAssignment, assignment_of_blocks
+from kfac_backend.fisher import ExactGGN, Fisher
 from kfac_backend.likelihoods import Likelihood, counted_terms
 from kfac_backend.options import (
-    CurvatureOptions,
     KfacApprox,
     check_option,
     check_positive,
@@ -75,6 +77,8 @@ DENSE_BYTES = 32 * 2**20
 """Maximum number of bytes of dense gradients in memory at the same time."""
 MOST_ROWS = 2000
 """Maximum number of rows of an exact block that is solved directly."""
+MOST_VECTORS = 1000
+"""Maximum number of the GGN's vectors of an example that replace random signs."""
 MOST_ITERATIONS = 1000
 """Maximum number of conjugate gradient iterations, after which a warning gives the residual."""
 
@@ -109,7 +113,9 @@ def influence(
             targets that returns one number for each example (q,), such as the loss of a token.
         curvature: "exact" uses the exact blocks of the GGN and stores the inputs and output
             gradients of all training examples, also if a learner fitted the posterior with random
-            signs. If the posterior has fisher="mc" or "empirical", the blocks belong to that
+            signs. Random draws take their place if the posterior has fisher="mc", or if an example
+            has more than 1,000 vectors of the GGN. The blocks are then weighted means with the
+            EKFAC blocks, which have less noise. With fisher="empirical" the blocks belong to that
             matrix. "ekfac" uses the eigenvalue-corrected blocks of the posterior's factors, and
             "kfac" the plain ones.
         blocks: "layer" for one block of all tensors of a module, such as weight and bias (only for
@@ -303,18 +309,15 @@ class _Systems:
             )
         self._posterior, self._train, self._progress = posterior, train, progress
         self._curvature, self._blocks, self._damping = curvature, blocks, damping
-        self._driver = self._make_driver(posterior.options)
-        self.delta: dict[str, float] = {}
-        """P of each tensor."""
-
-    def _make_driver(self, options: CurvatureOptions) -> Driver:
-        """Return a driver over the parameters with a posterior, on this process alone."""
-        model, sizes = self._posterior.model, self.factors.blocks
-        return Driver(
-            model, self.likelihood, options.replace(kfac_approx="expand"),
-            generator=self._posterior.generator, process_group=None,
+        model, sizes = posterior.model, self.factors.blocks
+        # Over the parameters with a posterior, on this process alone.
+        self._driver = Driver(
+            model, self.likelihood, posterior.options.replace(kfac_approx="expand"),
+            generator=posterior.generator, process_group=None,
             assignment=assignment_of_blocks(model, {n: one.numel for n, one in sizes.items()}),
         )  # fmt: skip
+        self.delta: dict[str, float] = {}
+        """P of each tensor."""
 
     @cached_property
     def spectra(self) -> PosteriorPrecision:
@@ -344,12 +347,8 @@ class _Systems:
     @cached_property
     def _exact_solvers(self) -> list[Callable[[Gradients], Gradients]]:
         """Solvers of the exact blocks, from the rows of this rank's training examples."""
-        rows, options, driver = _Rows(self.spectra), self._posterior.options, self._driver
-        # Use all vectors of the GGN. A learner may have used random signs, to save time.
-        if options.fisher == "random_signs":
-            self._driver = self._make_driver(options.replace(fisher="exact"))
+        rows = _Rows(self.spectra, self._posterior.options.make_fisher(), self.likelihood)
         self.run(rows, self._train, "Rows of the exact blocks", self._progress)
-        self._driver = driver
         blocks: dict[str, list[str]] = {}
         for name in self.spectra:
             block = name.rpartition(".")[0] if self._blocks == "layer" else name
@@ -549,11 +548,26 @@ class _Rows(_ByParameter):
 
     some_examples = False
 
-    def __init__(self, spectra: PosteriorPrecision) -> None:
+    def __init__(self, spectra: PosteriorPrecision, fisher: Fisher, likelihood: Likelihood) -> None:
         super().__init__(spectra)
+        self._fisher, self._likelihood = fisher, likelihood
+        self.are_drawn = False
+        """Whether the vectors of a batch were random draws."""
         self.batches: list[list[_GradientRows]] = []
         """Gradients of all parameters, for each batch."""
         self._bytes = self._formed_bytes = 0
+
+    def vectors(self, of_fisher: Any, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """Return the vectors of the posterior's curvature, or all of the GGN's for random signs.
+
+        A learner uses random signs to save time.
+        """
+        exact, f = ExactGGN(), f.detach()
+        is_short = exact.num_passes(self._likelihood, f) <= MOST_VECTORS
+        if self._fisher.name == "random_signs" and is_short:
+            return exact.vectors(self._likelihood, f, y)
+        self.are_drawn |= self._fisher.draws
+        return of_fisher(f, y)
 
     def begin_batch(self, number: int) -> None:
         """Begin another batch."""
@@ -657,14 +671,22 @@ def _precondition(gradients: Gradients, spectra: PosteriorPrecision) -> Gradient
 def _exact_solver(
     names: list[str], rows: "_Rows", systems: _Systems
 ) -> Callable[[Gradients], Gradients]:
-    """Return the function that solves one exact block H/(σ²T) + P over some tensors.
+    """Return the function that solves one exact block c H + D over some tensors.
 
-    Few rows G (M, P) are formed: S = P⁻¹ (∇m − Gᵀ (σ²T + G P⁻¹ Gᵀ)⁻¹ G P⁻¹ ∇m). Otherwise conjugate
-    gradients solve, with the EKFAC blocks of the tensors as the preconditioner.
+    c = 1/(σ²T) and D = P. For drawn rows, c = (1 − w)/(σ²T) and D = w E/(σ²T) + P, with the EKFAC
+    block E of each tensor and w from `noise_share`. Few rows G (M, P) are formed:
+    S = D⁻¹ (∇m − Gᵀ (1/c + G D⁻¹ Gᵀ)⁻¹ G D⁻¹ ∇m). Otherwise conjugate gradients solve, with the
+    EKFAC blocks of the tensors as the preconditioner.
     """
     own = ([g for g in batch if g.name in names] for batch in rows.batches)
     batches = [batch for batch in own if batch]
     sizes = [systems.spectra[name][0].numel for name in names]
+    M, P = sum(batch[0].n * batch[0].V for batch in batches), sum(sizes)
+    w = 0.0
+    if systems.ranks.any(rows.are_drawn, systems.device):
+        every = [1 - systems.delta[n] / systems.spectra[n][1].flatten() for n in names]
+        w = noise_share(torch.cat(every), sum(systems.ranks.gather(M)))
+    scale = (1 - w) * systems.scale
 
     def join(parts: Gradients) -> Tensor:
         return torch.cat([parts[name] for name in names], 1)
@@ -672,21 +694,31 @@ def _exact_solver(
     def split(v: Tensor) -> Gradients:
         return dict(zip(names, v.split(sizes, 1), strict=True))
 
+    def times_D(v: Tensor, exponent: float) -> Tensor:
+        parts = split(v)
+        for name, part in parts.items():
+            (eigen, spectrum), delta = systems.spectra[name], systems.delta[name]
+            if w:
+                spectrum = w * spectrum.to(part) + (1 - w) * delta
+                parts[name] = eigen.to(dtype=part.dtype).power_matvec(part, spectrum, exponent)
+            else:
+                parts[name] = part * delta**exponent
+        return join(parts)
+
     def matvec(v: Tensor) -> Tensor:
         parts = split(v)
         Hv = {name: torch.zeros_like(part) for name, part in parts.items()}
         for batch in batches:
-            c = systems.scale * torch.stack([g.inner(parts[g.name]) for g in batch]).sum(0)
+            c = scale * torch.stack([g.inner(parts[g.name]) for g in batch]).sum(0)
             for g in batch:
                 g.add_outer(c, Hv[g.name])
         systems.ranks.sum_(Hv.values())
-        return join({name: Hv[name] + systems.delta[name] * parts[name] for name in names})
+        return join(Hv) + times_D(v, 1.0)
 
     def by_iterations(gradients: Gradients) -> Gradients:
         precondition = lambda v: join(_precondition(split(v), systems.spectra))  # noqa: E731
         return split(conjugate_gradients(matvec, precondition, join(gradients), ", ".join(names)))
 
-    M, P = sum(batch[0].n * batch[0].V for batch in batches), sum(sizes)
     of_all_blocks = 8 * M * sum(eigen.numel for eigen, _ in systems.spectra.values())
     if M > min(P, MOST_ROWS) or of_all_blocks > ROW_BYTES or systems.ranks.size > 1:
         return by_iterations
@@ -699,17 +731,29 @@ def _exact_solver(
             g.add_outer(one, split(G[start : start + n * V])[g.name])
         start += n * V
     G = G.double()
-    delta = join(
-        {n: G.new_full((1, p), systems.delta[n]) for n, p in zip(names, sizes, strict=True)}
-    )
-    L = torch.linalg.cholesky((G / delta) @ G.mT + torch.eye(M).to(G) / systems.scale)
+    L = torch.linalg.cholesky(times_D(G, -1.0) @ G.mT + torch.eye(M).to(G) / scale)
 
     def directly(gradients: Gradients) -> Gradients:
         b = join(gradients).double()
-        c = torch.cholesky_solve(G @ (b / delta).mT, L)  # (M, Q)
-        return split(((b - c.mT @ G) / delta).to(dtype))
+        c = torch.cholesky_solve(G @ times_D(b, -1.0).mT, L)  # (M, Q)
+        return split(times_D(b - c.mT @ G, -1.0).to(dtype))
 
     return directly
+
+
+def noise_share(shares: Float[Tensor, " P"], number: int) -> float:
+    """Return the weight w of the EKFAC block E in a block (1 − w) H + w E; H is from drawn rows.
+
+    This weight has the smallest expected squared error, relative to the precision E + P, under two
+    assumptions: the noise of H is (Σ s)² / number, as for independent Gaussian rows with many
+    directions, and the true block differs from E by Σ s², the squared norm of E.
+
+    Args:
+        shares: s = λ/(λ + δ) of the eigenvalues λ of E.
+        number: number of rows, over all ranks.
+    """
+    noise = float(shares.double().sum()) ** 2 / number
+    return noise / (noise + float(shares.double().square().sum())) if noise else 0.0
 
 
 def conjugate_gradients(

@@ -52,9 +52,8 @@ def test_a_tiny_task_from_training_to_the_table(monkeypatch, tmp_path, capsys):
         y = (x[:, 0] + 0.3 * torch.randn(64, generator=generator) > 0).long()
         return (x[:40], y[:40]), (x[40:], y[40:])
 
-    task = Task(data, lambda: MLP(4, (5,), 2), 6, lr=0.2, batch_size=10, queries=8)
+    task = Task(data, lambda: MLP(4, (5,), 2), 6, lr=0.2, batch_size=10, queries=8, halves=8)
     monkeypatch.setattr(linear_datamodeling, "TASKS", {"tiny": task})
-    monkeypatch.setattr(linear_datamodeling, "HALVES", 8)
     monkeypatch.setattr(linear_datamodeling, "RETRAINED", tmp_path / "retrained")
     for name in ("kronfluence", "dattri", "trak"):  # optional packages, and slow to import
         monkeypatch.setattr(peers, name, _no_peer(name))

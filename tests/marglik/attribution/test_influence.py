@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfac_backend import corrected_factors
 from kfac_backend.blocks.block import CorrectedBlock
+from kfac_backend.fisher import DrawnLabels
 from kfac_backend.ranks import Ranks
 from marglik import Posterior, influence, self_influence
 from marglik.attribution import influence as module
@@ -223,6 +224,61 @@ def test_exact_blocks_of_a_posterior_from_random_signs():
     ]
     assert relative(scores[0], scores[1]) < 1e-7
     assert relative(scores[2], scores[3]) > 0.01  # the control
+
+
+@pytest.mark.parametrize("rows", [2000, 0])
+def test_drawn_rows_are_averaged_with_ekfac(monkeypatch, rows):
+    """By dense blocks from known labels in place of draws; directly, and by iterations."""
+    posterior, (x, y), f, p, _ = classes()
+    fixed = torch.nn.functional.one_hot(torch.tensor([[0, 1, 2, 2, 1, 0], [1, 1, 0, 2, 0, 2]]), 3)
+    monkeypatch.setattr(module, "MOST_ROWS", rows)
+    draws = lambda self, likelihood, f, y, generator: iter((f.softmax(1) - fixed) / 2**0.5)  # noqa: E731
+    monkeypatch.setattr(DrawnLabels, "columns", draws)
+    posterior, batch, *_ = classes(fisher="mc", mc_samples=2)
+    of_vectors = [gradients_of(posterior, x, v) for v in (p - fixed) / 2**0.5]
+    G = {name: torch.cat([g[name] for g in of_vectors]) for name in of_vectors[0]}
+    corrected = corrected_factors(posterior.factors, posterior.model, [batch])
+    delta = dict(zip(G, posterior.prior_precision, strict=True))
+    hot = torch.nn.functional.one_hot(y, 3)
+    of_queries = gradients_of(posterior, x, p - hot)
+    of_train = {name: g / TEMPERATURE for name, g in of_queries.items()}
+    modules, precisions = {}, ({}, {})
+    for name in G:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    for tensors in modules.values():
+        H = torch.cat([G[name] for name in tensors], 1)
+        H = H.T @ H / TEMPERATURE
+        E = torch.block_diag(*(corrected.blocks[n].to_dense() / TEMPERATURE for n in tensors))
+        P = torch.cat([delta[n].expand(G[n].shape[1]) for n in tensors])
+        s = torch.linalg.eigvals(E @ torch.linalg.inv(E + P.diag())).real
+        noise, signal = s.sum() ** 2 / 12, s.square().sum()
+        w = noise / (noise + signal)
+        assert 0.1 < w < 0.9
+        precisions[0][" ".join(tensors)] = (1 - w) * H + w * E + P.diag()
+        precisions[1][" ".join(tensors)] = H + P.diag()
+    found = influence(posterior, [batch], [batch])
+    assert relative(found, scores_of(of_queries, of_train, precisions[0])) < 1e-6
+    assert relative(found, scores_of(of_queries, of_train, precisions[1])) > 0.02  # the control
+
+
+def test_averages_with_ekfac_are_closer_to_the_exact_scores(monkeypatch):
+    """One draw per example: without the average the scores have more noise."""
+    posterior, batch, *_ = classes()
+    exact = influence(posterior, [batch], [batch])
+    estimate, *_ = classes(fisher="mc")
+    errors = []
+    for share in (module.noise_share, lambda shares, number: 0.0):
+        monkeypatch.setattr(module, "noise_share", share)
+        scores = [influence(estimate, [batch], [batch]) for _ in range(20)]
+        errors.append(torch.stack([relative(one, exact) * torch.ones(()) for one in scores]).mean())
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_an_example_with_many_vectors_keeps_its_random_signs(monkeypatch):
+    of_signs, batch, *_ = classes(fisher="random_signs")
+    exact = influence(of_signs, [batch], [batch])
+    monkeypatch.setattr(module, "MOST_VECTORS", 1)  # three classes have two
+    assert relative(influence(of_signs, [batch], [batch]), exact) > 0.01
 
 
 @pytest.mark.parametrize("name", ["Linear, two shared axes", "Embedding of grids", "attention"])
