@@ -196,7 +196,7 @@ def _check_seven_uses(examples, namespace, of_table):
         assert program == "marglik" and main(arguments) == 0
     rows = Path("predictions.csv").read_text().splitlines()
     assert len(rows) == 21 and rows[0] == "mean,std,low,high"
-    assert namespace["losses_of_kfac"]["K-FAC"] < namespace["losses_of_kfac"]["SGD"]
+    assert namespace["training_losses"]["K-FAC"] < namespace["training_losses"]["SGD"]
     assert namespace["right"] > 3 * namespace["left"]  # the noise is 5 times as large there
 
 
