@@ -186,7 +186,7 @@ def _parsers(
         # The parsers of the commands inherit it.
         formatter_class=BriefFormatter if brief else HelpFormatter,
     )
-    commands = parser.add_subcommands()
+    commands = parser.add_subcommands(description="Options of a command: marglik COMMAND --help.")
     own = {}
     for name, summary in COMMANDS.items():
         own[name] = ArgumentParser(

@@ -148,10 +148,10 @@ class PredictiveConfig:
         batch_size: number of test examples in a batch.
         calibration: calibration of the predictive. held_out scales the covariance and the outputs
             by factors that are fitted to held-out data. none is the plain Laplace predictive.
-        labels: label to predict. true predicts the true class. observed predicts the given label,
-            which is wrong as often as a training label. The test labels must be of the same kind.
-            The two predictions differ if calibration, or the likelihood noisy_classification, finds
-            wrong labels.
+        labels: true or observed labels to predict. true predicts the true class. observed predicts
+            the given label, which is wrong as often as a training label. Test labels must be of the
+            same kind. The two predictions differ if calibration, or the likelihood
+            noisy_classification, finds wrong labels.
 
     For sequences, the covariance at each of R positions takes R·C backward passes per example. Use
     method linearised for sequences, or only the last layer.

@@ -87,12 +87,12 @@ class RunConfig:
         epochs: number of passes over the training examples.
         batch_size: number of examples (images, sequences, graphs) in a batch.
         output: folder to write to; null selects runs/NAME with the name of the data.
-        resume: whether to continue the run in this folder, with the same options as before. If
-            there is no run, a new run starts. On a CPU with the same number of threads, a resumed
-            run gives exactly the results of an uninterrupted run. resume takes precedence over
-            overwrite. Checkpoints are written after epochs and updates, at most once a minute, and
-            always before an update.
-        overwrite: whether to replace a run in this folder.
+        resume: whether to continue the run in the output folder, with the same options as before.
+            If there is no run, a new run starts. On a CPU with the same number of threads, a
+            resumed run gives exactly the results of an uninterrupted run. resume takes precedence
+            over overwrite. Checkpoints are written after epochs and updates, at most once a minute,
+            and always before an update.
+        overwrite: whether to replace a run in the output folder.
         members: number of networks in the ensemble. The first network learns the weight decays.
             Each other network starts from other initial parameters, and uses the learned weight
             decays at the same epochs. Each network costs one training run.

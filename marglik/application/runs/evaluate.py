@@ -61,14 +61,14 @@ def evaluate_run(
 
     Args:
         path: folder written by marglik train, marglik fit or save_posterior.
-        model: class of the network. Pass it if it is your own class, because the folder alone must
-            not choose the code that runs. Without options of the class, the network gets the
-            options stored in the folder. If an option of the class names a file of pretrained
-            weights, repeat this option.
+        model: class of the network. Pass it again if it is your own class. For safety, marglik does
+            not run code that is named only in the folder. Without options of the class, the network
+            gets the options stored in the folder. If an option of the class names a file of
+            pretrained weights, repeat this option.
         data: class of the data. null selects the test split of the training data. For other data,
             all examples are evaluated, or the test split if the class has one, as ImageFolder does.
-            For data in files, pass the class and its options again, because the folder alone must
-            not choose the files that are read or downloaded.
+            For data in files, pass the class and its options again. For safety, marglik does not
+            read or download files that are named only in the folder.
         methods: list of predictive methods to evaluate one after the other. [] evaluates only the
             MAP. null evaluates only predictive.method.
         predictive: Options of the predictive of a Laplace posterior.

@@ -59,7 +59,7 @@ def fit(
         curvature: Options of the curvature pass.
         predictive: Options of the predictive of a Laplace posterior.
         output: folder to write to. null selects runs/NAME with the name of the checkpoint.
-        overwrite: whether to replace a run in this folder.
+        overwrite: whether to replace a run in the output folder.
         batch_size: number of examples in a batch.
         accelerator: device. auto selects cuda if it is available.
         seed: seed of all random numbers.

@@ -69,12 +69,12 @@ def predict_rows(
         path: folder written by marglik train or marglik fit.
         rows: CSV or Parquet file with the input columns of the training data.
         output: CSV file to write the predictions to, outside of all folders of runs.
-        model: class of the network. Pass it if it is your own class, because the folder alone must
-            not choose the code that runs.
+        model: class of the network. Pass it again if it is your own class. For safety, marglik does
+            not run code that is named only in the folder.
         predictive: Options of the predictive of a Laplace posterior.
         explain: number K of training examples that explain each prediction; 0 for none.
-        train: the training file, unchanged, for explain. Pass it, because the folder alone must not
-            choose the files that are read.
+        train: the training file, unchanged since the training. It is required with explain. For
+            safety, marglik does not read files that are named only in the folder.
         curvature: curvature for explain. exact stores the inputs and output gradients of all
             training rows, at most 4 GiB. ekfac and kfac store none and are less accurate.
         overwrite: whether to replace an existing file.
@@ -155,13 +155,14 @@ def acquire_rows(
             parameters in nats, under the uncalibrated posterior. epig is its mean information about
             the label of another row. lcmd is the distance from the nearest labelled row, and needs
             train. entropy and margin are computed from the predicted class probabilities. random is
-            a random number. auto uses lcmd for regression, or epig without train.
+            a random number. auto uses mutual_information. For regression it uses lcmd, or
+            epig without train.
         joint: whether each choice takes into account that the earlier choices will be labelled, so
             that similar rows are not chosen together. It has an effect for mutual_information, epig
             and lcmd, if the network is small enough for the posterior of all layers.
         train: the training file, unchanged, for lcmd.
-        model: class of the network. Pass it if it is your own class, because the folder alone must
-            not choose the code that runs.
+        model: class of the network. Pass it again if it is your own class. For safety, marglik does
+            not run code that is named only in the folder.
         overwrite: whether to replace an existing file.
         accelerator: device. auto selects cuda if it is available.
         seed: seed of the random numbers for sampling.
