@@ -31,10 +31,10 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), LR, momentum=0.9)
 
 
-def in_an_own_loop(clip):
+def in_an_own_loop(clip, data=None):
     """A network and its learner, after a loop with the learner's two lines."""
     model, prior = network(), PriorLearner("classification", **OPTIONS)
-    return model, learn(model, sgd(model), prior, loader(), EPOCHS, clip=clip)
+    return model, learn(model, sgd(model), prior, data or loader(), EPOCHS, clip=clip)
 
 
 def assert_fitted_where_the_network_is(prior, net, updates):

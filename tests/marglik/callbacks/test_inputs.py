@@ -1,4 +1,4 @@
-"""Passes get what the network gets: a trainer's training equals one explicit loop."""
+"""Passes get what the network gets: Lightning's training equals one explicit loop."""
 
 import logging
 import math
@@ -11,20 +11,12 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from marglik import PriorLearner
 from marglik.callbacks.lightning import MarginalLikelihood
 from tests.marglik.callbacks.online import EPOCHS, LR, OPTIONS, N, dataset
-from tests.marglik.plain_loop import learn
-
-transformers = pytest.importorskip("transformers")
-
-from marglik.callbacks.transformers import (  # noqa: E402
-    MarginalLikelihood as MarginalLikelihoodOfHuggingFace,
-)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -207,6 +199,13 @@ def test_lightning_learns_what_an_explicit_loop_learns(name):
     assert all(math.isfinite(evidence) for evidence in expected.evidences)
 
 
+def test_statistics_of_a_norm_before_the_network_are_of_the_training_alone():
+    module = ByEncoder()
+    module.encoder = nn.BatchNorm1d(4)
+    lightning(MarginalLikelihood("classification", network="net", **OPTIONS)).fit(module, batches())
+    assert module.encoder.num_batches_tracked == EPOCHS * len(batches())
+
+
 class Changes(L.Callback):
     """Changes a batch in place, behind the trainer's transfer hooks."""
 
@@ -238,52 +237,3 @@ def test_inputs_that_cannot_be_matched_are_named(kind, network, callback, expect
     assert len(messages) == (expected is not None)
     assert all(re.search(expected, message) for message in messages), messages
     assert not prior.learner.problem.model._forward_pre_hooks
-
-
-class Classifier(nn.Module):
-    """As Hugging Face's models: a loss if there are labels, and logits."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x, labels=None):
-        logits = self.net(x)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
-        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
-
-
-def test_hugging_faces_trainer_learns_what_an_explicit_loop_learns(tmp_path):
-    """With a trainer that changes inputs where it moves them, and where it computes the loss."""
-
-    class Trainer(transformers.Trainer):
-        def _get_train_sampler(self, *args, **kwargs):
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-        def _prepare_inputs(self, inputs):
-            inputs = super()._prepare_inputs(inputs)
-            return {**inputs, "x": 20 * inputs["x"]}
-
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            return super().compute_loss(model, {**inputs, "x": inputs["x"] + 5}, *args, **kwargs)
-
-    model, other = Classifier(), Module()
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), num_train_epochs=EPOCHS, per_device_train_batch_size=8, max_grad_norm=0.0,
-        use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", logging_strategy="no",
-    )  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
-    run = Trainer(
-        model, arguments, train_dataset=[{"x": x, "labels": y} for x, y in dataset()],
-        optimizers=(optimizer, LambdaLR(optimizer, lambda step: 1.0)),
-    )  # fmt: skip
-    prior = MarginalLikelihoodOfHuggingFace.attached(run, "classification", **OPTIONS)
-    run.train()
-    own = [(shifted(x), y) for x, y in batches()]
-    expected = learn(
-        other.net, torch.optim.SGD(other.net.parameters(), LR, momentum=0.9),
-        PriorLearner("classification", **OPTIONS), own, EPOCHS,
-    )  # fmt: skip
-    assert_close(model.net.state_dict(), other.net.state_dict())
-    assert_close(prior.learner.evidences, expected.evidences, rtol=1e-6, atol=0)
-    assert_close(prior.learner.weight_decays(), expected.weight_decays(), rtol=1e-5, atol=0)

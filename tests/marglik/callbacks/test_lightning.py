@@ -228,14 +228,16 @@ def test_other_epochs_are_those_of_an_own_loop(kind, data, options, its_epochs, 
         assert_close(p, q)
 
 
-def test_a_stream_without_an_end_is_read_as_far_as_the_training_reads_it():
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_stream_without_an_end_is_read_as_far_as_the_training_reads_it(accumulated):
     class Endless(IterableDataset):
         def __iter__(self):
             return itertools.cycle(Stream())
 
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
-    trainer(prior, -1, max_steps=8).fit(Classifier(), DataLoader(Endless(), 8))
-    assert prior.posterior.n_data == 8 * 8
+    run = trainer(prior, -1, max_steps=8, accumulate_grad_batches=accumulated)
+    run.fit(Classifier(), DataLoader(Endless(), 8))
+    assert prior.posterior.n_data == 8 * accumulated * 8
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
     with pytest.raises(ValueError, match=r"Pass Trainer\(max_steps=...\) or .*limit_train_batches"):
         trainer(prior, -1).fit(Classifier(), DataLoader(Endless(), 8))
