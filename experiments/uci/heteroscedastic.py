@@ -1,40 +1,17 @@
-"""UCI regression with noise that depends on the input, beside one noise for all inputs.
+"""UCI regression with noise that depends on the input, compared with constant noise.
 
-The same network twice, with the same options, batches and seeds: "regression" with a learned σ, and
-"heteroscedastic" (the Fisher information, as Immer et al. 2023, arXiv:2301.05183) with a second
-output. All options of `PriorLearner` are its defaults, so that a user's training is the same: the
-evidence learns the weight decays and σ, or the decays and the numbers n and k of
-`kfac_backend.likelihoods.Heteroscedastic`. Data, splits, network and learning rate are those of
-`experiments.uci.regression`, whose "ours" has options of its own; all in float64.
+The same network is trained in six ways, with the same batches, seeds and number of steps. "learned"
+trains it with `PriorLearner` and its default options at a constant rate of Adam: the evidence
+learns the weight decays and the noise. "learned, cosine" does the same with a rate that falls to 0.
+"plain" trains it by maximum likelihood without weight decay, as most people do: Adam with a
+cosine schedule holds out a tenth of the training examples and keeps the epoch with the lowest
+held-out NLL. A constant noise is then the held-out RMSE of this epoch. "heteroscedastic" networks
+have a second output for the log variance.
 
-Test log likelihood in nats per example and the target's units; the predictive is the Gaussian with
-variance E exp(s) + J Σ Jᵀ. There are fewer splits than in that study, and for larger sets fewer
-steps: see `SPLITS` and `STEPS`.
-
-The results in this folder are of an earlier start, n = 1 and k = 0.01, and of an evidence whose log
-determinant counted directions once for each tensor; now n = k = 1, see docs/likelihoods.md. How the
-earlier start was chosen: on a held-out fifth of the training part of split 0 of
-concrete, energy and yacht alone. Log likelihoods there, with 2,500 steps and standardised targets:
-
-    one noise                        -0.239   1.623   1.883
-    n = 1, k = 0.01                  -0.196   1.740   1.779
-    n = 0.3, k = 0.01                -0.242   1.684   1.945
-    n = 0.3, k = 0.03                -0.193     -     1.881
-    n = k = 1, both learned          -0.224   1.724   1.769
-    n = k = 1, precision 100         -0.300   1.053   2.401
-
-A fifth of so few examples leaves much to chance. With 5,000 steps yacht's is 2.251 from n = 1, and
-2.274 from 0.3. The last row was the start before, with neither number learned: the root mean square
-errors of its means are 0.358, 0.297 and 0.202, where one noise has 0.311, 0.047 and 0.036, as the
-noise is fitted to single examples before the mean is. What did not help on concrete: a tensor of
-its own for the log variance's weights, from a precision of 100 (-0.671), and log variances that
-count 1 − γ/N times in the loss, for residuals as unseen data has them (-0.209 to -0.311).
-
-What helped there is that the last update learns n and k, too: n then has the γ parameters in it
-that the mean took from the residuals. Over all five fifths of concrete, heteroscedastic gains 0.032
-± 0.021 on one noise with it (RMSE 0.304 beside 0.309). On concrete the evidence is nevertheless
-below that of one noise, perhaps since the weights of the means and of the small k's u share one
-prior precision.
+Data, splits, network and learning rate are those of `experiments.uci.regression`; all in float64.
+There are fewer splits than in that study, and fewer steps for larger sets: see `SPLITS` and
+`STEPS`. The predictive of "learned" is a Gaussian with the variance E exp(s) + J Σ Jᵀ. Log
+likelihoods are in nats per example and in the target's units.
 
 ``python -m experiments.uci.heteroscedastic`` runs the sets that are missing.
 """
@@ -42,13 +19,17 @@ prior precision.
 import math
 import sys
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from experiments.data.uci import UCI
 from experiments.studies import Result, grouped, markdown, mean_with_error, standard_error, study
-from experiments.uci.regression import FOLDERS, Gaussian, metrics_of, training_of
+from experiments.uci.regression import FOLDERS, Gaussian, Pair, Training, metrics_of, training_of
 from marglik import OnlineTraining, PriorLearner, laplace_predictive
 from marglik.models import MLP
 
@@ -58,8 +39,10 @@ SPLITS = dict.fromkeys(FOLDERS, 3) | {"protein": 2}
 """Number of splits of each set."""
 DEVELOPMENT = "concrete", "energy", "yacht"
 """Sets on whose training parts the start was chosen."""
+HELD_OUT = 0.1
+"""Share of the training examples that "plain" holds out for early stopping."""
 LIKELIHOODS = {"one noise": "regression", "heteroscedastic": "heteroscedastic"}
-METHODS = tuple(LIKELIHOODS)
+WAYS = "learned", "learned, cosine", "plain"
 
 
 @dataclass(frozen=True)
@@ -72,73 +55,157 @@ class Config:
 
 
 def run(config: Config) -> Result:
-    """Both networks on all splits; metrics in the target's units, nats per example."""
+    """All networks on all splits; metrics in the target's units, nats per example."""
     return {"splits": [run_split(config, k) for k in range(config.splits)]}
 
 
 def run_split(config: Config, k: int) -> Result:
-    """Both networks on split k."""
+    """All networks on split k."""
     splits = UCI(FOLDERS[config.data], k).load()
     (x, y), (x_test, y_test) = ((x.double(), y.double()) for x, y in (splits.train, splits.test))
     training = training_of(config.data, config.steps)
     result: Result = {"num_data": len(y), "methods": {}, "learned": {}}
-    for outputs, method in enumerate(METHODS, start=1):
-        start = time.process_time()
-        torch.manual_seed(k)
-        model = MLP(x.shape[1], (training.hidden,), outputs, "tanh").double()
-        loader = training.batches((x, y), k)
-        epochs = math.ceil(training.steps / len(loader))
-        optimizer = torch.optim.Adam(model.parameters(), training.lr)
-        learner = PriorLearner(LIKELIHOODS[method], epochs=epochs)
-        OnlineTraining(model, optimizer, loader, learner).run()
-        assert learner.posterior is not None
-        prediction = laplace_predictive(learner.posterior)(x_test)
-        seconds = time.process_time() - start
-        gaussian = Gaussian(prediction.mean, prediction.total_uncertainty, seconds, 1)
-        result["methods"][method] = metrics_of(gaussian, splits, y_test)
-        result["learned"][method] = {
-            "likelihood": str(learner.likelihood),
-            "sigma_noise": learner.state.hyperparameters.sigma_noise.item(),
-            "evidence_per_example": learner.evidences[-1] / learner.problem.num_data,
-        }
+    for outputs, (method, likelihood) in enumerate(LIKELIHOODS.items(), start=1):
+        for way in WAYS:
+            if way == "plain":
+                gaussian = early_stopped(training, outputs, (x, y), x_test, k)
+            else:
+                gaussian, numbers = learned(
+                    training, likelihood, (x, y), x_test, k, "cosine" in way
+                )
+                result["learned"][f"{method}, {way}"] = numbers
+            result["methods"][f"{method}, {way}"] = metrics_of(gaussian, splits, y_test)
     return result
+
+
+def network(training: Training, num_features: int, outputs: int, seed: int) -> MLP:
+    """A new network in float64."""
+    torch.manual_seed(seed)
+    return MLP(num_features, (training.hidden,), outputs, "tanh").double()
+
+
+def learned(
+    training: Training, likelihood: str, data: Pair, x_test: Tensor, seed: int, cosine: bool
+) -> tuple[Gaussian, Result]:
+    """Predictions with learned weight decays and noise, and the learned numbers."""
+    start = time.process_time()
+    outputs = 2 if likelihood == "heteroscedastic" else 1
+    model = network(training, data[0].shape[1], outputs, seed)
+    loader = training.batches(data, seed)
+    optimizer = torch.optim.Adam(model.parameters(), training.lr)
+    epochs = math.ceil(training.steps / len(loader))
+    schedule = CosineAnnealingLR(optimizer, epochs * len(loader)) if cosine else None
+    learner = PriorLearner(likelihood, epochs=epochs)
+    OnlineTraining(model, optimizer, loader, learner, scheduler=schedule).run()
+    assert learner.posterior is not None
+    prediction = laplace_predictive(learner.posterior)(x_test)
+    seconds = time.process_time() - start
+    return Gaussian(prediction.mean, prediction.total_uncertainty, seconds, 1), {
+        "likelihood": str(learner.likelihood),
+        "sigma_noise": learner.state.hyperparameters.sigma_noise.item(),
+        "evidence_per_example": learner.evidences[-1] / learner.problem.num_data,
+    }
+
+
+def early_stopped(
+    training: Training, outputs: int, data: Pair, x_test: Tensor, seed: int
+) -> Gaussian:
+    """Predictions of maximum likelihood at the epoch with the lowest held-out NLL."""
+    start = time.process_time()
+    x, y = data
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+    held_out, rest = order.split([count := round(HELD_OUT * len(y)), len(y) - count])
+    model = network(training, x.shape[1], outputs, seed)
+    loader = training.batches((x[rest], y[rest]), seed)
+    epochs = math.ceil(training.steps / len(loader))
+    optimizer = torch.optim.Adam(model.parameters(), training.lr)
+    schedule = CosineAnnealingLR(optimizer, epochs * len(loader))
+    lowest, best = math.inf, deepcopy(model.state_dict())
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+            schedule.step()
+        with torch.no_grad():
+            loss = loss_of(model(x[held_out]), y[held_out]).item()
+        if loss < lowest:
+            lowest, best = loss, deepcopy(model.state_dict())
+    model.load_state_dict(best)
+    with torch.no_grad():
+        f = model(x_test)
+    # With one output the loss is half of the mean squared error.
+    variance = f[:, 1:].exp() if outputs == 2 else torch.full_like(f, 2 * lowest)
+    return Gaussian(f[:, :1], variance, time.process_time() - start, 1)
+
+
+def loss_of(f: Tensor, y: Tensor) -> Tensor:
+    """Gaussian NLL of means and log variances (N, 2); half of the squared error of means (N, 1)."""
+    if f.shape[1] == 1:
+        return F.mse_loss(f, y) / 2
+    return F.gaussian_nll_loss(f[:, :1], y, f[:, 1:].exp())
 
 
 def report(results: list[Result]) -> str:
     """The tables as Markdown: mean ± standard error over splits."""
-    rows = [["set", "splits", *METHODS, "gain of heteroscedastic", "RMSE, one noise", "RMSE"]]
-    evidences = [["set", *METHODS, "better evidence, better test"]]
-    better, worse = [], []
+    columns = [f"{method}, {way}" for method in LIKELIHOODS for way in WAYS]
+    comparisons = {
+        **{
+            f"{method}: {way} − plain": (f"{method}, {way}", f"{method}, plain")
+            for method in LIKELIHOODS
+            for way in WAYS[:2]
+        },
+        "learned: heteroscedastic − one noise": ("heteroscedastic, learned", "one noise, learned"),
+    }
+    scores = [["set", "splits", *columns]]
+    differences = [["set", *comparisons]]
+    errors, evidences = [["set", *columns]], [["set", *LIKELIHOODS, "better evidence, better test"]]
+    verdicts: dict[str, tuple[list[str], list[str]]] = {name: ([], []) for name in comparisons}
     for name, (result,) in grouped(results, "data").items():
         own = result["splits"]
 
-        def values(key: str, kind: str, own: list[Result] = own) -> list[list[float]]:
-            return [[r[kind][m][key] for r in own] for m in METHODS]
+        def values(key: str, column: str, own: list[Result] = own) -> list[float]:
+            return [split["methods"][column][key] for split in own]
 
-        one, per_input = values("log_likelihood", "methods")
-        gains = [b - a for a, b in zip(one, per_input, strict=True)]
-        gain, error = sum(gains) / len(gains), standard_error(gains)
-        if len(own) > 1:
-            better += [name] * (gain > 2 * error)
-            worse += [name] * (gain < -2 * error)
         mark = name + " (dev.)" * (name in DEVELOPMENT)
-        errors = [mean_with_error(rmse, "{:.4g}") for rmse in values("rmse", "methods")]
-        cells = map(mean_with_error, (one, per_input))
-        rows.append([mark, str(len(own)), *cells, mean_with_error(gains, "{:+.3f}"), *errors])
-        evidence = values("evidence_per_example", "learned")
-        agree = sum((b > a) == (g > 0) for a, b, g in zip(*evidence, gains, strict=True))
-        evidences.append([name, *map(mean_with_error, evidence), f"{agree} of {len(own)}"])
+        likelihoods = {column: values("log_likelihood", column) for column in columns}
+        scores.append([mark, str(len(own)), *(mean_with_error(v) for v in likelihoods.values())])
+        gains = {
+            title: [a - b for a, b in zip(likelihoods[one], likelihoods[other], strict=True)]
+            for title, (one, other) in comparisons.items()
+        }
+        differences.append([mark, *(mean_with_error(gain, "{:+.3f}") for gain in gains.values())])
+        errors.append([mark, *(mean_with_error(values("rmse", c), "{:.4g}") for c in columns)])
+        for title, gain in gains.items():
+            mean, error = sum(gain) / len(gain), standard_error(gain)
+            if len(own) > 1 and abs(mean) > 2 * error:
+                verdicts[title][mean < 0].append(name)
+        evidence = [
+            [split["learned"][f"{m}, learned"]["evidence_per_example"] for split in own]
+            for m in LIKELIHOODS
+        ]
+        gain = gains["learned: heteroscedastic − one noise"]
+        agree = sum((b > a) == (g > 0) for a, b, g in zip(*evidence, gain, strict=True))
+        evidences.append([mark, *map(mean_with_error, evidence), f"{agree} of {len(own)}"])
     return "\n\n".join(
         [
             "# UCI regression with noise that depends on the input",
-            "Test log likelihood (nats per example, higher is better) and RMSE (the target's "
-            "units), mean ± standard error over splits; gains are paired by split. On sets marked "
-            "(dev.) the start was chosen, on training parts alone.",
-            f"Better by more than two standard errors: {', '.join(better) or 'none'}; worse: "
-            f"{', '.join(worse) or 'none'}. A single split has no standard error.",
-            markdown(rows),
-            "Log evidence per training example (nats, targets standardised), and in how many "
-            "splits the higher evidence has the higher test log likelihood",
+            "Test log likelihood in nats per example (higher is better), mean ± standard error "
+            "over splits. The initial noise was chosen on the training parts of the sets with "
+            "(dev.).",
+            markdown(scores),
+            "Differences of the log likelihood, paired by split",
+            markdown(differences),
+            *(
+                f"{title}: higher by more than two standard errors on "
+                f"{', '.join(better) or 'no set'}; lower on {', '.join(worse) or 'no set'}."
+                for title, (better, worse) in verdicts.items()
+            ),
+            "RMSE in the target's units",
+            markdown(errors),
+            "Log evidence per training example (nats, targets standardised), and the number of "
+            "splits in which the likelihood with the higher evidence has the higher test log "
+            "likelihood",
             markdown(evidences),
         ]
     )

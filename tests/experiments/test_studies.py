@@ -255,7 +255,8 @@ def small_uci(patch):
 
 def small_uci_heteroscedastic(patch):
     found = record_of(heteroscedastic.run, heteroscedastic.Config("yacht", 1, 40))
-    one, of_inputs = (found["splits"][0]["learned"][name] for name in heteroscedastic.METHODS)
+    learned = found["splits"][0]["learned"]
+    one, of_inputs = (learned[f"{name}, learned"] for name in heteroscedastic.LIKELIHOODS)
     assert one["likelihood"] == "regression" and "strength" in of_inputs["likelihood"]
     return [found], heteroscedastic.report
 
