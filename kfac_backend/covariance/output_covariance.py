@@ -119,7 +119,8 @@ class OutputCovariance:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
         check_whole(model, "The covariance of outputs by more than the last layer")
         sizes = {name: block.numel for name, (block, _) in precision.items()}
-        self._proof = Proof(model, assignment_of_blocks(model, sizes))
+        self._initial = assignment_of_blocks(model, sizes)
+        self._proof = Proof(model, self._initial)
         self._model = model
         self._precision = precision
         self._device = next(model.parameters()).device
@@ -269,6 +270,7 @@ class OutputCovariance:
         for name in self._proof.assignment.diagonal:
             block = self._precision[name][0]
             if block.Q_A is not None or block.Q_B.shape[-1] > 1:
+                self._proof = Proof(self._model, self._initial)  # the next call checks again
                 raise NotImplementedError(
                     f"Hooks cannot see the gradient of '{name}', although the posterior has a "
                     "Kronecker-factored block of it. The network's code or hooks may have changed "

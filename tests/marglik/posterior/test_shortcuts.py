@@ -287,8 +287,9 @@ def test_known_code_is_checked_in_each_prediction(name, monkeypatch):
     assert_close(before, generally(monkeypatch, partial(other.output_distribution, X, "last")))
     handle = CHANGED_CODE[name](la.model)
     try:
-        with pytest.raises(NotImplementedError, match="code or hooks may have changed"):
-            predict()
+        for _ in range(2):  # the error stays until the code is restored
+            with pytest.raises(NotImplementedError, match="code or hooks may have changed"):
+                predict()
         # Negative control: if the code is taken for known, nothing is noticed.
         monkeypatch.setattr(last_layer, "has_known_code", lambda model: True)
         assert_close(predict(), before)
