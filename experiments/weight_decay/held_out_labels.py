@@ -5,8 +5,9 @@ A part of the training and held-out labels is wrong: changed to another class, o
 the default, raises a common factor by held-out labels. "Lowering" also lowers single decays. "Grid"
 is the best of five decays, one for all tensors, with averaged parameters; the same held-out labels
 choose it. The test NLL is at the temperature and the share of wrong labels that fit the held-out
-labels best. The rule and its limit were chosen on other problems. The number of standard errors
-(1.5 instead of 1) was chosen on seeds 0 and 1. Runs that this changes were repeated.
+labels best. The rule and its limit were chosen on other problems. The rule requires one standard
+error in its third condition; "lowering" was measured with 1.5. Runs of the rule that this changes
+were repeated.
 """
 
 import argparse

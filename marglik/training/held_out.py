@@ -48,7 +48,7 @@ NUM_PARTS = 10
 """Number of parts of the held-out data. Their gradients differ by sampling errors."""
 OPEN = 1.0
 """Standard errors by which the held-out loss must exceed its best so far to open the gate."""
-SIGNIFICANT = 1.5
+SIGNIFICANT = 1.0
 """Standard errors by which the derivative in the common factor must be below 0 to open the gate."""
 RISE = 0.5
 """Increase of the logarithm of the common factor in an update with an open gate."""

@@ -175,7 +175,7 @@ class DecayPolicy:
             ε fitted there. c rises by 0.5 if three conditions hold, and falls by a tenth otherwise.
             A third of the epochs has ended. The mean loss exceeds its best value so far by more
             than a standard error. The gradient shows that higher decays would lower the loss, by
-            more than 1.5 standard errors over ten parts of the data (`held_out`). The evidence
+            more than a standard error over ten parts of the data (`held_out`). The evidence
             alone cannot show this, because it is higher for a network that memorises wrong labels.
             The rule does nothing without held-out labels, with other likelihoods, with a
             ``hessian_structure`` other than "kron", and under ``fully_shard``. For

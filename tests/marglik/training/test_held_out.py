@@ -217,8 +217,8 @@ def test_the_factor_rises_to_its_limit_and_falls_by_a_tenth():
     [
         (2.0, 20, -0.3, {}, 0.5, False),
         (2.0, 20, -0.3, {"lowering": False}, 0.5, False),
-        (2.0, 20, -0.16, {}, 0.5, False),
-        (2.0, 20, -0.14, {}, 0.0, True),  # parts disagree: not below 0 by 1.5 standard errors
+        (2.0, 20, -0.11, {}, 0.5, False),
+        (2.0, 20, -0.09, {}, 0.0, True),  # parts disagree: not below 0 by a standard error
         (2.0, 20, 0.3, {}, 0.0, True),  # lower decays help, also above the best loss
         (2.0, 20, 0.3, {"lowering": False}, 0.0, False),
         (0.5, 20, -0.3, {}, 0.0, True),
@@ -280,7 +280,7 @@ def images(number, share, seed):
 
 def train(share, **options):
     """Convolutions that memorise 400 images; the learner, the model and its accuracy."""
-    (x, y, _), (x_held, y_held, _) = images(400, share, 0), images(400, share, 1)
+    (x, y, _), (x_held, y_held, _) = images(400, share, 0), images(200, share, 1)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
