@@ -89,7 +89,7 @@ def or_refused(function: Callable[..., T], *arguments: Any, **keywords: Any) -> 
         raise Refused(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
 
 
-def same(what: str, found: Any, expected: Any, scale: float = 0.0) -> None:
+def same(what: str, found: Any, expected: Any, scale: float = 0.0, rtol: float = 1e-8) -> None:
     """Raise Violated unless two tensors are equal up to the rounding of numbers of this scale."""
     found, expected = (torch.as_tensor(t).detach().double() for t in (found, expected))
     if found.shape != expected.shape:
@@ -97,7 +97,7 @@ def same(what: str, found: Any, expected: Any, scale: float = 0.0) -> None:
     if not expected.numel():
         return
     size, error = expected.abs().max(), (found - expected).abs().max()
-    if not error <= 1e-8 * (size + 1e-3 * max(scale, 1e-3)):
+    if not error <= rtol * (size + 1e-3 * max(scale, 1e-3)):
         raise Violated(f"{what}: differs by {error:.3g}, where the largest entry is {size:.3g}")
 
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.cases import Impossible
-from tests.fuzz.relations import RELATIONS, Refused
+from tests.fuzz.relations import Refused
+from tests.fuzz.trainers import RELATIONS
 
 TIMES = int(os.environ.get("FUZZ", "1"))
 
