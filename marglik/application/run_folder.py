@@ -61,17 +61,23 @@ def begin_run(
 ) -> None:
     """Create the folder of a new run, and remove the files of an old run in it; see `check_free`.
 
-    It removes only files with the names in `ALL`. With ``resume`` the checkpoints stay. ``options``
-    is the content of ``config.yaml``.
+    It removes only files and links with the names in `ALL`, and never the target of a link. With
+    ``resume`` the checkpoints stay. ``options`` is the content of ``config.yaml``.
     """
     check_free(folder, overwrite or resume)
     checkpoint = folder / CHECKPOINT
+    if checkpoint.is_symlink() and not resume:
+        checkpoint.unlink()
     # Create it first. If the process is killed during the removal, the folder is still recognised
     # as a run.
     checkpoint.mkdir(parents=True, exist_ok=True)
     for name in {*ALL} - {CHECKPOINT}:
         (folder / name).unlink(missing_ok=True)
-    for path in (folder / TENSORBOARD).glob(EVENTS):  # a resumed run logs its records again
+    # A resumed run logs its earlier records again.
+    curves = folder / TENSORBOARD
+    if curves.is_symlink():
+        curves.unlink()
+    for path in curves.glob(EVENTS):
         path.unlink()
     if resume:
         remove_leftovers(folder)
@@ -88,8 +94,13 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
     These are files that marglik did not write, and, without ``overwrite``, the files of a run. An
     empty checkpoint folder of a command that was killed early does not count.
     """
-    present = [name for name in ALL if (folder / name).exists()]
-    if not present or (present == [CHECKPOINT] and not any((folder / CHECKPOINT).iterdir())):
+    if folder.is_symlink():
+        raise FileExistsError(
+            f"{folder} is a link, and marglik removes nothing through links. Pass its target: "
+            f"--output {folder.resolve()}."
+        )
+    present = [name for name in ALL if (folder / name).exists() or (folder / name).is_symlink()]
+    if not present or (present == [CHECKPOINT] and _names_of_states(folder) == []):
         return
     if not _is_of_run(folder):
         raise FileExistsError(
@@ -97,7 +108,8 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
             "is not overwritten. Pass another --output, or move these files."
         )
     if not overwrite:
-        resume = "--resume (of marglik train) to continue it, " if _has_states(folder) else ""
+        can_resume = any((folder / CHECKPOINT).glob(f"*/{STATE}"))
+        resume = "--resume (of marglik train) to continue it, " if can_resume else ""
         raise FileExistsError(
             f"{folder} already contains a run ({present[0]}). Pass --overwrite, {resume}or another "
             "--output."
@@ -105,17 +117,20 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
 
 
 def run_folder_of(path: Path) -> Path | None:
-    """Return the run folder that contains a path, at any depth, or None."""
-    folders = path.parent.resolve().joinpath(path.name).parents
-    return next((one for one in folders if _has_record(one) or _has_states(one)), None)
+    """Return the run folder that contains a path, at any depth, or None.
+
+    A folder with only an empty folder `CHECKPOINT` may belong to the user, so it is not a run.
+    """
+    for folder in path.parent.resolve().joinpath(path.name).parents:
+        if _is_of_run(folder) and (_has_record(folder) or _names_of_states(folder)):
+            return folder
+    return None
 
 
 def _is_of_run(folder: Path) -> bool:
-    """Return whether a folder has a record of marglik, or only states in its checkpoint folder."""
-    states = folder / CHECKPOINT
-    return _has_record(folder) or (
-        states.is_dir() and all(STATES.fullmatch(path.name) for path in states.iterdir())
-    )
+    """Return whether a folder has a record of marglik, or checkpoints of an unfinished run."""
+    names = _names_of_states(folder)
+    return _has_record(folder) or (names is not None and all(map(STATES.fullmatch, names)))
 
 
 def _has_record(folder: Path) -> bool:
@@ -126,13 +141,22 @@ def _has_record(folder: Path) -> bool:
     return False
 
 
-def _has_states(folder: Path) -> bool:
-    return any((folder / CHECKPOINT).glob(f"*/{STATE}"))
+def _names_of_states(folder: Path) -> list[str] | None:
+    """Return the names in the checkpoint folder; None if there is no such folder."""
+    path = folder / CHECKPOINT
+    return [p.name for p in path.iterdir()] if path.is_dir() and not path.is_symlink() else None
 
 
 def remove_states(folder: Path) -> None:
-    """Remove the checkpoints of a run, and incomplete files of killed processes."""
-    shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+    """Remove the checkpoints of a run, and incomplete files of killed processes.
+
+    It removes links, but not their targets, and nothing from a checkpoint folder with other files.
+    """
+    path, names = folder / CHECKPOINT, _names_of_states(folder)
+    if path.is_symlink():
+        path.unlink()
+    elif names is not None and all(map(STATES.fullmatch, names)):
+        shutil.rmtree(path)
     remove_leftovers(folder)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from marglik.application.run_folder import (
     read_evaluation,
     read_log,
     read_results,
+    remove_states,
     write_results,
 )
 from marglik.prediction.metric_types import Metrics
@@ -204,6 +206,55 @@ def test_a_folder_in_which_nothing_was_begun_is_free(folder):
     assert [path.name for path in folder.iterdir()] == ["checkpoint"]
     begin_run(folder, "epochs: 1\n")
     assert content(folder).keys() == {"config.yaml"}
+
+
+LINKS = {
+    "a file": ("results.json", "a/results.json"),
+    "a file that is gone": ("log.jsonl", "gone"),
+    "a folder by the name of a file": ("model.safetensors", "a"),
+    "the checkpoints": ("checkpoint", "a"),
+    "checkpoints that are gone": ("checkpoint", "gone"),
+    "a network's": ("checkpoint/learned", "a/learned"),
+    "a state": ("checkpoint/learned/state.pt", "a/learned/state.pt"),
+    "in a network's": ("checkpoint/learned/mine", "a"),
+    "half of a file": ("checkpoint/learned/.partial-1-2-x", "a/learned/state.pt"),
+}
+
+
+@pytest.mark.parametrize("case", LINKS)
+def test_nothing_is_removed_through_a_link(case, folder, tmp_path):
+    """Nor written; a link by the name of a file of ours is removed itself."""
+    name, target = LINKS[case]
+    outside = tmp_path / "outside"
+    (outside / "a" / "learned").mkdir(parents=True)
+    shutil.copy(folder / "results.json", outside / "a")
+    (outside / "a" / "learned" / "state.pt").write_text("mine")
+    before = content(outside)
+    link = folder / name
+    link.parent.mkdir(exist_ok=True)
+    if link.is_dir():
+        link.rmdir()
+    link.unlink(missing_ok=True)
+    link.symlink_to(outside / target)
+    begin_run(folder, "epochs: 2\n", overwrite=True)
+    assert content(outside) == before
+    assert not link.is_symlink()
+    Checkpoints(folder / "checkpoint" / "learned").save({})
+    remove_states(folder)
+    assert content(outside) == before
+    assert not (folder / "checkpoint").exists()
+
+
+def test_the_folder_of_a_run_is_no_link(folder, tmp_path):
+    before, link = content(folder), tmp_path / "link"
+    link.symlink_to(folder)
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(FileExistsError, match=f"is a link.*--output {folder}"):
+            begin_run(link, None, **options)
+    assert content(folder) == before
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")  # of a folder above it may be one
+    begin_run(tmp_path / "runs" / "run", None)
 
 
 def test_a_damaged_record_still_says_whose_it_is(folder):
