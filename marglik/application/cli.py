@@ -20,6 +20,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
+from marglik.application.provenance import Provenance
 from marglik.application.runs.printing import printable, progress_lines, say
 
 try:  # not `kfac_backend.extras.extra`, whose package imports torch
@@ -92,6 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 for success, 2 for bad input, and 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in ("stdout", "stderr"):  # a stream is None if it is closed, for example by 2>&-
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "w"))
     # Find the command before parsing, and add only its options to the parser. Importing the modules
     # of the other commands would take seconds.
     command = next((a for a in arguments if a in COMMANDS), None)
@@ -340,7 +344,7 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
     """Complete names of marglik's classes to paths, because other packages may use the same names.
 
     Raises:
-        ValueError: a name without a path is not a class of marglik.
+        ValueError: a name without a path is not a class of marglik, or an option has no class.
     """
     from torch import nn
 
@@ -349,22 +353,35 @@ def _whole_names(arguments: Sequence[str]) -> list[str]:
     of_data = data, data.DataSource
     kinds = {"--model": (models, nn.Module), "--data": of_data, "--ood": of_data}
 
+    def names_of_classes(option: str) -> list[str]:
+        package, kind = kinds[option]
+        public = {name: getattr(package, name) for name in package.__all__}
+        classes = {name: cls for name, cls in public.items() if isinstance(cls, type)}
+        return [n for n, cls in classes.items() if issubclass(cls, kind) and cls is not kind]
+
+    options = {argument.partition("=")[0] for argument in arguments}
+    for option in sorted(options):
+        of_class, _, name = option.partition(".")
+        is_unknown = of_class in kinds and not {of_class, "--config"} & options
+        if is_unknown and name not in ("", "help"):
+            raise ValueError(
+                f"{option} is an option of a class. Pass {of_class} CLASS before it. marglik has "
+                f"the classes {', '.join(names_of_classes(of_class))}. You can also pass the path "
+                "of another class, such as my_file.MyClass."
+            )
     completed: list[str] = []
     for argument in arguments:
         option, joined, name = argument.partition("=")
         if not joined:
             option, name = "".join(completed[-1:]), argument
         if option in kinds and name.isidentifier() and name != "null":
-            package, kind = kinds[option]
-            public = {name: getattr(package, name) for name in package.__all__}
-            classes = {name: cls for name, cls in public.items() if isinstance(cls, type)}
-            ours = [n for n, cls in classes.items() if issubclass(cls, kind) and cls is not kind]
+            ours = names_of_classes(option)
             if name not in ours:
                 raise ValueError(
                     f"{option} {name}: marglik has no such class. It has {', '.join(ours)}. Pass "
                     "one of them, or the path of another class, such as my_file.MyClass."
                 )
-            path = f"{package.__name__}.{name}"
+            path = f"{kinds[option][0].__name__}.{name}"
             argument = f"{option}={path}" if joined else path
         completed.append(argument)
     return completed
@@ -393,13 +410,11 @@ class BriefFormatter(HelpFormatter):
         return f"{text}{default}".replace("%", "%%")
 
 
-def _provenance(parser: ArgumentParser, options: Any) -> Any:
+def _provenance(parser: ArgumentParser, options: Any) -> Provenance:
     """Return the options as YAML, and the specifications of network and data.
 
     Removes --config from the options, because they include its content.
     """
-    from marglik.application.runs.config import Provenance
-
     options.pop("config", None)
     plain = json.loads(parser.dump(options, format="json_compact"))
     return Provenance(parser.dump(options), plain.get("model"), plain.get("data"))

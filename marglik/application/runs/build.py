@@ -21,7 +21,8 @@ from kfac_backend.extras import extra
 from kfac_backend.layers.gram import Factor
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from marglik.application.data.splits import Splits, described, split_batches, tensors_in
-from marglik.application.runs.config import Accelerator, CurvatureConfig, Precision, Provenance
+from marglik.application.provenance import Provenance
+from marglik.application.runs.config import Accelerator, CurvatureConfig, Precision
 from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation
 from marglik.eval_mode import eval_mode
 from marglik.models import Standardised

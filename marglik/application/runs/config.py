@@ -150,18 +150,6 @@ class RunConfig:
             check_logger(self.logger)
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Options of a run, and the specifications of its network and data."""
-
-    options: str | None = None
-    """All options as YAML."""
-    model: dict[str, Any] | None = None
-    """Specification of the network: ``{"class_path": ..., "init_args": {...}}``."""
-    data: dict[str, Any] | None = None
-    """Specification of the data: ``{"class_path": ..., "init_args": {...}}``."""
-
-
 def check_seed(seed: int) -> None:
     """Raise a ValueError for a seed that torch's generators do not accept."""
     if not 0 <= seed < 2**63:

@@ -22,7 +22,7 @@ from marglik.application.evaluation import evaluate, predictives_of
 from marglik.application.records import CalibrationRecord, Evaluation
 from marglik.application.run_folder import EVALUATION, read_results, write_evaluation
 from marglik.application.runs.build import check_model, device_of
-from marglik.application.runs.config import Accelerator
+from marglik.application.runs.config import Accelerator, check_seed
 from marglik.application.runs.results import calibration_record
 from marglik.data import DataSource, Splits
 from marglik.posterior.posterior import Posterior
@@ -79,6 +79,7 @@ def evaluate_run(
         seed: seed of the random numbers for sampling.
         progress: whether to show progress bars on a terminal and lines of text elsewhere.
     """
+    check_seed(seed)
     if Path(path).is_file():
         raise ValueError(
             f"{path} is a file. Pass a folder written by marglik train, fit or save_posterior."

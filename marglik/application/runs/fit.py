@@ -8,10 +8,11 @@ from torch import nn
 
 from marglik.application.data.record import data_record
 from marglik.application.data.splits import split_batches
+from marglik.application.provenance import Provenance
 from marglik.application.records import Evaluation
 from marglik.application.run_folder import begin_run, check_free, remove_states
 from marglik.application.runs.build import check_model, device_of
-from marglik.application.runs.config import Accelerator, CurvatureConfig, PriorRules, Provenance
+from marglik.application.runs.config import Accelerator, CurvatureConfig, PriorRules, check_seed
 from marglik.application.runs.evaluate import evaluate_run
 from marglik.data import DataSource
 from marglik.post_hoc import maximize_evidence
@@ -68,6 +69,7 @@ def fit(
             so that it can be loaded without these arguments.
     """
     # Step 1: check options, data and network before the pass.
+    check_seed(seed)
     folder = Path(output or f"runs/{Path(checkpoint).stem}")
     check_free(folder, overwrite)
     if Path(checkpoint).resolve().parent == folder.resolve():

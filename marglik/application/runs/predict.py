@@ -16,7 +16,7 @@ from marglik.application.data.splits import check_values
 from marglik.application.explain import explained_columns, training_rows
 from marglik.application.run_folder import run_folder_of
 from marglik.application.runs.build import device_of
-from marglik.application.runs.config import Accelerator
+from marglik.application.runs.config import Accelerator, check_seed
 from marglik.application.runs.evaluate import saved_object
 from marglik.attribution.influence import InfluenceCurvature
 from marglik.models import Standardised
@@ -82,6 +82,7 @@ def predict_rows(
         seed: seed of the random numbers for sampling.
         progress: whether to show progress bars on a terminal.
     """
+    check_seed(seed)
     if explain < 0 or (explain > 0) != (train is not None):
         raise ValueError(
             f"explain={explain}, train={train}: explaining needs a positive number of examples and "
@@ -167,6 +168,7 @@ def acquire_rows(
         accelerator: device. auto selects cuda if it is available.
         seed: seed of the random numbers for sampling.
     """
+    check_seed(seed)
     record, _, frame, x = rows_of_table(path, pool, output, overwrite)
     device = device_of(accelerator)
     laplace = load_posterior(path, saved_object(path, model, record, "model", nn.Module), device)

@@ -15,13 +15,14 @@ from marglik.application.data.out_of_distribution import (
     out_of_distribution_images,
 )
 from marglik.application.data.splits import DataSource, Splits, hold_out, tensors_in
+from marglik.application.provenance import Provenance
 from marglik.application.runs.build import (
     build_fabric,
     check_model,
     with_learned_augmentation,
     with_standardised_columns,
 )
-from marglik.application.runs.config import CurvatureConfig, PriorConfig, Provenance, RunConfig
+from marglik.application.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.application.runs.optimizers import OptimizerConfig
 from marglik.posterior.prior import PriorGroups
 from marglik.prediction.predictive import PredictiveConfig
@@ -101,6 +102,12 @@ def checked_setup(
     if run.held_out and predictive.is_calibrated and splits.validation is None:
         splits = hold_out(splits, run.held_out, run.seed)
     examples = len(tensors_in(splits.train)[-1])
+    if 2 * examples < number and ranks.rank == 0:
+        warnings.warn(
+            f"held_out={run.held_out} leaves {examples} of {number} examples for training. The "
+            "other examples are only used for calibration. The usual value is 0.1.",
+            stacklevel=2,
+        )
     if min(run.batch_size, examples) < ranks.size:
         raise ValueError(
             f"batch_size={run.batch_size} with {examples} training examples is too small: each of "

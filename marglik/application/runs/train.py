@@ -11,6 +11,7 @@ from torch import nn
 
 from marglik.application.data.record import data_record
 from marglik.application.data.splits import DataSource
+from marglik.application.provenance import Provenance
 from marglik.application.records import Results
 from marglik.application.run_folder import (
     CHECKPOINT,
@@ -22,7 +23,7 @@ from marglik.application.run_folder import (
     write_results,
 )
 from marglik.application.runs import trainings
-from marglik.application.runs.config import CurvatureConfig, PriorConfig, Provenance, RunConfig
+from marglik.application.runs.config import CurvatureConfig, PriorConfig, RunConfig
 from marglik.application.runs.loggers import MetricsLogger
 from marglik.application.runs.optimizers import OptimizerConfig
 from marglik.application.runs.results import learned_results, posterior_results

@@ -90,6 +90,14 @@ def test_what_comes_from_files_does_nothing_to_the_terminal(tmp_path, capsys):
     assert capsys.readouterr().err == "evaluating \\x1b[2Jdigits\n"
 
 
+def test_nobody_reads_what_is_printed(tmp_path, capsys, monkeypatch):
+    """As with 2>&-, where Python has no stream."""
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["evaluate", str(tmp_path / "nowhere")]) == 2
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+
+
 @pytest.mark.parametrize("command", ["train", "fit", "evaluate"])
 def test_what_is_yes_or_no_has_one_form(command, capsys):
     with pytest.raises(SystemExit):

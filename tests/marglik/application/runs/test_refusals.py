@@ -44,6 +44,9 @@ def test_labels_of_the_test_part_alone(tmp_path, capsys):
     saved([0, 1, 2, 1])
     with pytest.warns(UserWarning, match=r"have the label\(s\) 2, which"):
         assert main([*TRAIN, *data, "--output", str(tmp_path / "run")]) == 0
+    saved([0, 1, 0, 1])
+    with pytest.warns(UserWarning, match="held_out=0.9 leaves 4 of 40 examples"):
+        assert main([*TRAIN, *data, "--held_out", "0.9", "--output", str(tmp_path / "few")]) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -55,7 +58,7 @@ def test_no_gpu_is_named(capsys):
 EVALUATES = {
     "an option of data that are not named": (
         ["--data.path", "x"],
-        'Parser key "data"',
+        "--data.path is an option of a class. Pass --data CLASS before it. marglik has the classes",
     ),
     "data of other classes": (["--data", "Digits"], "digits has 10 classes (0, 1, 2, 3, ...), but"),
     "linearised networks of a layer": (

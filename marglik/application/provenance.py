@@ -1,0 +1,16 @@
+"""Record the options, classes and data of a run, so that it can be repeated."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Options of a run, and the specifications of its network and data."""
+
+    options: str | None = None
+    """All options as YAML."""
+    model: dict[str, Any] | None = None
+    """Specification of the network: ``{"class_path": ..., "init_args": {...}}``."""
+    data: dict[str, Any] | None = None
+    """Specification of the data: ``{"class_path": ..., "init_args": {...}}``."""
