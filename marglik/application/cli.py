@@ -20,7 +20,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
-from marglik.application.provenance import Provenance
+from marglik.application.provenance import Provenance, check_yaml
 from marglik.application.runs.printing import printable, progress_lines, say
 
 try:  # not `kfac_backend.extras.extra`, whose package imports torch
@@ -31,7 +31,10 @@ try:  # not `kfac_backend.extras.extra`, whose package imports torch
         ArgumentError,
         ArgumentParser,
         DefaultHelpFormatter,
+        get_loader,
+        set_loader,
     )
+    from yaml import YAMLError
 except ModuleNotFoundError as error:  # print one line instead of a traceback
     sys.exit(f"marglik: {error.name} is not installed: pip install 'marglik[command]'.")
 
@@ -147,7 +150,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str | None, arguments: list[str]) -> None:
     brief = bool({"-h", "--help"} & {*arguments}) and "all" not in arguments and command == "train"
     parser, own = _parsers(command, brief)
-    options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
+    with _yaml_without_aliases():
+        try:
+            options: Any = parser.parse_args(_whole_names(arguments) if command else arguments)
+        except RecursionError:  # newer versions of jsonargparse report it themselves
+            raise ValueError(
+                "The nesting depth of an options file exceeds Python's limit. Write the options "
+                "with less nesting."
+            ) from None
     if command is None:  # parse_args leaves only for --help and --version
         raise ValueError(f"Pass a command: {', '.join(COMMANDS)}.")
     # tqdm hides its bars if stderr is a file or a pipe, so lines replace them.
@@ -155,6 +165,22 @@ def _run(command: str | None, arguments: list[str]) -> None:
     lines = progress and not sys.stderr.isatty() and not _is_another_rank()
     with progress_lines() if lines else nullcontext():
         _call(command, own[command], options[command])
+
+
+@contextmanager
+def _yaml_without_aliases() -> Iterator[None]:
+    """Context manager in which jsonargparse reads option files and values by `check_yaml`."""
+    load = get_loader("yaml")
+
+    def checked(text: str) -> Any:
+        check_yaml(text)
+        return load(text)
+
+    set_loader("yaml", checked, (YAMLError, ValueError))
+    try:
+        yield
+    finally:
+        set_loader("yaml", load, (YAMLError,))
 
 
 @contextmanager

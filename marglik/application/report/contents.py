@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kfac_backend.extras import extra
+from marglik.application.provenance import check_yaml
 from marglik.application.records import (
     EpochRecord,
     Evaluation,
@@ -151,8 +152,10 @@ def _read_run(folder: Path) -> Run:
         )
     results, lines, config = read_results(folder), read_log(folder), folder / CONFIG
     try:
-        options = yaml.safe_load(config.read_bytes()) if config.is_file() else {}
-    except (ValueError, yaml.YAMLError) as error:
+        text = config.read_text("utf-8") if config.is_file() else "{}"
+        check_yaml(text)
+        options = yaml.safe_load(text)
+    except (ValueError, RecursionError, OverflowError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())  # remove line breaks
         raise ValueError(f"{config} cannot be read: {why}. Run the command again.") from error
     return Run(

@@ -58,6 +58,14 @@ def test_a_wrong_command_line_is_one_line_with_the_value_and_the_way_out(case, c
         assert part in said, said
 
 
+def bomb(before, after):
+    """A few lines that stand for a list of 10^8 texts."""
+    lists = ["&a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lists += [f"&a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 8)]
+    keyed = "".join(f"{before}b{i}: {text}\n" for i, text in enumerate(lists))
+    return (keyed + after).encode()
+
+
 CONFIGS = {
     "no mapping": (b"- 1\n", "onfig"),
     "a tag that calls": (b'epochs: !!python/object/apply:os.system ["touch ran"]\n', "python"),
@@ -65,6 +73,11 @@ CONFIGS = {
         b"model: {class_path: os.system, init_args: {command: touch ran}}\n", "os.system",
     ),
     "no text": (b"\xff\xfe\x00", "utf-8"),
+    "aliases": (bomb("", ""), "aliases (*name), which are not supported; write them out"),
+    "aliases in a class": (
+        b"data:\n  class_path: Digits\n  init_args:\n" + bomb("    ", ""), "aliases (*name)",
+    ),
+    "nested too deeply": (b"a: " + 5000 * b"[" + 5000 * b"]", "nesting depth"),
 }  # fmt: skip
 
 
@@ -75,6 +88,12 @@ def test_a_wrong_file_of_options_is_one_line_and_runs_nothing(case, tmp_path, ca
     said = refusal(capsys, "train", "--config", str(tmp_path / "options.yaml"))
     assert part in said and len(said) < 1000
     assert not list(tmp_path.rglob("ran")) and not Path("ran").exists()
+
+
+def test_a_wrong_file_of_a_group_of_options(tmp_path, capsys):
+    (tmp_path / "prior.yaml").write_bytes(bomb("", ""))
+    assert main([*DIGITS, "--prior", str(tmp_path / "prior.yaml")]) == 2
+    assert "aliases" in capsys.readouterr().err
 
 
 def test_what_comes_from_files_does_nothing_to_the_terminal(tmp_path, capsys):
