@@ -344,11 +344,11 @@ class KroneckerFactors:
                     "with the same options."
                 )
         if list(self.blocks) != list(other.blocks):
-            differ = sorted(self.blocks.keys() ^ other.blocks.keys()) or ["in another order"]
+            differ = sorted(self.blocks.keys() ^ other.blocks.keys())
+            what = f"Only one side has {', '.join(differ[:4])}" if differ else "Their order differs"
             raise ValueError(
-                "Cannot add factors of different parameters. Only one side has "
-                f"{', '.join(differ[:4])}. Compute both with the same model, and the same "
-                "parameters frozen."
+                f"Cannot add factors of different parameters. {what}. Compute both with the same "
+                "model, and the same parameters frozen."
             )
 
 

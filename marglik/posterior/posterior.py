@@ -423,6 +423,7 @@ class Posterior:
         curvature_pass = self._curvature_pass
         if (
             curvature_pass is None
+            or curvature_pass.driver.model is not self.model
             or curvature_pass.driver.options.replace(**matrix) != self.options
             or curvature_pass.driver.generator is not self.generator
         ):

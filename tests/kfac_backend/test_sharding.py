@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -63,6 +64,12 @@ def assert_equal(sharded: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
         rtol = 1e-7 if "noisy" in name else 1e-10
         atol = rtol * float(tensor.abs().max()) + 1e-24
         assert_close(sharded[name], tensor, rtol=rtol, atol=atol, msg=name)
+
+
+def assert_all_equal(of_ranks: list[dict[str, Tensor]], alone: dict[str, Tensor]) -> None:
+    """`assert_equal` of each rank."""
+    for of_rank in of_ranks:
+        assert_equal(of_rank, alone)
 
 
 def test_sharded_models_have_the_factors_and_evidence_of_one_process(alone, of_ranks):
@@ -222,11 +229,12 @@ def test_replicated_shards_and_four_ranks(worlds, alone):
     saved, *_ = worlds.all(4, TRAINING, range(4))
     assert_goes_on(worlds, 2, saved, alone["training"])
     here, names = "tests.kfac_backend.test_sharding", list(MODELS)
-    uses = {"numbers": [names], "of_kfac": names, "of_corrected_eigenvalues": []}
-    for use, arguments in uses.items():
+    uses = {"numbers": [names], "of_kfac": names}
+    for use, arguments in (uses | {"of_corrected_eigenvalues": []}).items():
         (whole,) = worlds.all(1, f"{here}:{use}", *arguments)
-        for of_rank in worlds.all(4, f"{here}:{use}", *arguments):
-            assert_equal(of_rank, whole)
+        for size in (2, 4):
+            assert_all_equal(worlds.all(size, f"{here}:in_ddp", use, *arguments), whole)
+            assert_all_equal(worlds.all(size, f"{here}:{use}", *arguments), whole)
     for is_sharded in (True, False):
         of_ranks = worlds.all(4, f"{here}:at_rest", is_sharded)
         assert_shares(of_ranks, alone["at rest"][is_sharded], is_sharded)
@@ -325,10 +333,24 @@ FACTORS_OF_GPT = 8 * (
 )
 """Bytes of all factors, each once: what a rank hands to the reduction of a pass."""
 
+WHOLE: list[str] = []
+"""Not empty where each rank has whole models, in DistributedDataParallel."""
+
+
+def in_ddp(use: str, *arguments: Any) -> Any:
+    """What a function here gives with whole models."""
+    WHOLE.append(use)
+    return globals()[use](*arguments)
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """What training steps run."""
+    return DistributedDataParallel(model) if WHOLE and Ranks().size > 1 else model
+
 
 def shard(model: nn.Module, by_block: bool = True, **options: Any) -> nn.Module:
-    """The model under `fully_shard`, unless this process is alone."""
-    if Ranks().size > 1:
+    """The model under `fully_shard`, unless this process is alone, or ranks have whole models."""
+    if Ranks().size > 1 and not WHOLE:
         for block in getattr(model, "blocks", model.children()) if by_block else ():
             if any(p.requires_grad for p in block.parameters()):
                 fully_shard(block, **options)
@@ -380,6 +402,8 @@ def numbers(names: list[str], replicated: bool = False) -> dict[str, Tensor]:
         results |= tensors(key, posterior.factors)
         results[f"{key}, evidence"] = posterior.log_marginal_likelihood()
         results[f"{key}, effective parameters"] = posterior.effective_parameters()
+        if WHOLE:
+            posterior.gather()
         last = posterior.output_distribution(x[:2], "last")
         results |= dict(zip((f"{key}, outputs", f"{key}, covariances"), last, strict=True))
     return results
@@ -818,9 +842,10 @@ def of_kfac(*names: str) -> dict[str, Tensor]:
             loss_mean_over="terms" if name == "gpt" else "examples", kfac_approx="reduce",
             fisher=fisher,
         )  # fmt: skip
+        steps = trained(model)
         for part in (torch.arange(i, i + 4)[ranks.rank :: ranks.size] for i in (0, 4)):
             optimizer.zero_grad()
-            f = model(x[part])
+            f = steps(x[part])
             F.cross_entropy(f.flatten(0, -2), y[part].flatten()).backward()
             optimizer.step()
         results |= {f"{name}, {n}": p for n, p in gathered_state(parts_of(model)).items()}

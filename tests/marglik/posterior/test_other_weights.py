@@ -267,3 +267,17 @@ def test_a_network_in_another_dtype_is_named(structure):
             call()
     la.to(dtype=torch.float32)  # the way out
     assert_close(la(x), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_pass_of_a_former_posterior_serves_its_own_model_alone():
+    first = fitted()
+    again = Posterior(first.model, "classification", prior_precision=0.5, former=first)
+    other = Posterior(network(1), "classification", prior_precision=0.5, former=first)
+    for posterior in (again, other):
+        posterior.fit([batch()])
+    alone = Posterior(network(1), "classification", prior_precision=0.5)
+    alone.fit([batch()])
+    for name in alone.factors.blocks:
+        assert_close(other.factors.to_dense(name), alone.factors.to_dense(name))
+    assert again._curvature_pass is first._curvature_pass  # the same model needs no other proof
+    assert other.log_marginal_likelihood() != first.log_marginal_likelihood()
