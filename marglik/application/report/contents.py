@@ -14,6 +14,7 @@ from marglik.application.records import (
     PredictiveRecord,
     Results,
     UpdateRecord,
+    from_json,
 )
 from marglik.application.run_folder import (
     CONFIG,
@@ -161,18 +162,26 @@ def _read_run(folder: Path) -> Run:
     return Run(
         folder=folder,
         results=results,
-        epochs=_records(EpochRecord, lines, "epoch"),
-        updates=_records(UpdateRecord, lines, "update"),
+        epochs=_records(folder, EpochRecord, lines, "epoch"),
+        updates=_records(folder, UpdateRecord, lines, "update"),
         evaluation=read_evaluation(folder),
         options=leaves(options),
         date=datetime.fromtimestamp(main.stat().st_mtime, UTC),
     )
 
 
-def _records(of_type: type[Any], lines: Sequence[dict[str, Any]], kind: str) -> list[Any]:
+def _records(
+    folder: Path, of_type: type[Any], lines: Sequence[dict[str, Any]], kind: str
+) -> list[Any]:
     names = {field.name for field in fields(of_type)}
     own = [line for line in lines if line["kind"] == kind]
-    return [of_type(**{name: line[name] for name in names & line.keys()}) for line in own]
+    try:
+        return [from_json(of_type, {k: line[k] for k in names & line.keys()}) for line in own]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{folder}: another version of marglik wrote the log ({error}). Train again, or write "
+            "the report with that version."
+        ) from error
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -324,3 +324,11 @@ def test_names_are_text_everywhere(evil, tmp_path):
     assert not any("onerror" in attrs for _, attrs in page.elements)
     assert len(page.figures()) == 8 and page.text.count(EVIL) > 30
     assert EVIL not in source and EVIL[:20] not in source
+
+
+def test_a_log_of_another_version_is_named(copied):
+    folder = copied("other")
+    (folder / "log.jsonl").write_text('{"kind": "epoch", "epoch": 1}\n')
+    write_record(folder / "results.json", read_unchecked(folder / "results.json"))
+    with pytest.raises(ValueError, match=r"other: another version of marglik wrote the log"):
+        read_runs([folder])
