@@ -157,6 +157,12 @@ def test_table_of_the_readme_is_that_of_the_results():
         f"{raw['laplace-torch']} |",
     ):
         assert row in readme, row
+    peak = batch["peak_mebibytes"]
+    memory = (
+        f"needs [{peak['ours alone, expand, exact']:.0f} MiB](docs/numbers.md#a-batch) and a "
+        f"training step {peak['training step']:.0f} MiB."
+    )
+    assert memory in flat(readme)
 
 
 def examples_of(page):
