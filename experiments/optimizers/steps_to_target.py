@@ -156,7 +156,7 @@ STUDIES = {
         },
         Schedule(600, 30, "linear", end=1e-3, fall=0.861509027839639),
         # The paper's range for K-FAC is [.1, 10]. On NCI1 most of it kills the ReLUs, with SGD as
-        # with K-FAC. Here the range is a hundred times lower, and "expand lower" has its own.
+        # with K-FAC. Here the range is [.001, 1], and "expand lower" has its own.
         dict.fromkeys(GRAPHS, (1e-3, 1.0)) | {"expand lower": LOWER},
         damping=dict.fromkeys(MODES, (1e-3, 1.0)) | {"expand lower": LOWER},
         block=20,
