@@ -2,8 +2,8 @@
 
 The plain network has the same architecture, data, optimiser and epochs. It has a fixed weight
 decay, a cosine learning rate schedule, and no average of its parameters. Both networks predict with
-their parameters, without a posterior. If there is held-out data, it determines a temperature for
-each network, so that calibration does not affect the comparison.
+their parameters, without a posterior. If there is held-out data, it calibrates both networks, so
+that the comparison does not depend on the calibration.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,8 +45,9 @@ def verdict(
         plain: the same network, trained with a fixed weight decay; see this module.
         test: test data (x, y), or mappings.
         likelihood: likelihood of the targets.
-        held_out: held-out data (x, y), or mappings. It determines the temperature of each network,
-            or σ in regression, by the lowest NLL. Without it the networks are not calibrated.
+        held_out: held-out data (x, y), or mappings. It determines the temperature of each network
+            (for classes also the share of wrong labels), or σ in regression, by the lowest NLL.
+            Without it the networks are not calibrated.
         sigma_noise: σ of both networks, for regression, in the unit of the targets.
         learned: names of the learned quantities, for the first line.
         targets: form of the targets in batches.

@@ -108,8 +108,8 @@ class OnlineResult:
             plain: the same network, trained with a fixed weight decay, a learning rate that falls
                 to zero, and no average.
             test: test data (x, y), or mappings.
-            options: further arguments of `marglik.verdict`, such as ``held_out`` to fit the
-                temperatures of both networks first.
+            options: further arguments of `marglik.verdict`, such as ``held_out`` to calibrate both
+                networks first.
         """
         posterior = self.laplace
         own = posterior.model, plain, test, posterior.likelihood
