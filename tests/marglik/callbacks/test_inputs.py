@@ -206,6 +206,35 @@ def test_statistics_of_a_norm_before_the_network_are_of_the_training_alone():
     assert module.encoder.num_batches_tracked == EPOCHS * len(batches())
 
 
+class Accumulating(Module):
+    """Steps by hand after every second batch; zeros the gradients in place before the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        if index % 2 == 0:
+            self.optimizers().zero_grad(set_to_none=False)
+        self.manual_backward(super().training_step(batch, index) / 2)
+        if index % 2 == 1:
+            self.optimizers().step()
+
+    def on_validation_model_zero_grad(self):
+        """Keep the gradients of the first batch in a validation, which Lightning would drop."""
+
+
+def test_a_pass_between_accumulated_batches_leaves_their_gradients():
+    """A validation after each batch reads the data again, and with it runs the start of a step."""
+    ends = []
+    for options in ({"val_check_interval": 1}, {"limit_val_batches": 0}):
+        prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+        module, trainer = Accumulating(), lightning(prior, num_sanity_val_steps=0, **options)
+        trainer.fit(module, batches(), batches())
+        ends.append(module.net.state_dict())
+    assert_close(*ends, rtol=0, atol=0)
+
+
 class Changes(L.Callback):
     """Changes a batch in place, behind the trainer's transfer hooks."""
 

@@ -199,6 +199,9 @@ class Stream(IterableDataset):
         (Classifier, Stream, {"max_epochs": -1, "max_steps": 4 * EPOCHS}, None, None),
         (TwoSteps, dataset, {"max_epochs": -1, "max_steps": 32}, 4, 8),  # as it turns out
         (Classifier, dataset, {"accumulate_grad_batches": 4}, EPOCHS, 1),  # without an average
+        # Eight steps are four epochs of two steps; by batches they would be two epochs.
+        (Classifier, dataset, {"max_epochs": -1, "max_steps": 8,
+                               "accumulate_grad_batches": 2}, 4, 2),
         (Classifier, Stream, {"max_epochs": -1, "max_steps": 2 * EPOCHS,
                               "accumulate_grad_batches": 2}, None, 2),
     ],
@@ -241,6 +244,15 @@ def test_a_stream_without_an_end_is_read_as_far_as_the_training_reads_it(accumul
     prior = MarginalLikelihood("classification", network="net", **OPTIONS)
     with pytest.raises(ValueError, match=r"Pass Trainer\(max_steps=...\) or .*limit_train_batches"):
         trainer(prior, -1).fit(Classifier(), DataLoader(Endless(), 8))
+
+
+def test_updates_of_a_stream_follow_rounds_of_steps(monkeypatch):
+    """Rounds of ten examples, which are two steps; the stream itself ends after four."""
+    monkeypatch.setattr("marglik.training.problem.FEWEST", 1)
+    prior = MarginalLikelihood("classification", network="net", **OPTIONS)
+    trainer(prior, -1, max_steps=8).fit(Classifier(), DataLoader(Stream(), 8))
+    assert prior.learner.state.epoch == 4
+    assert len(prior.learner.evidences) == 3  # after rounds 2 and 4, and of the average
 
 
 def test_another_training_continues_or_says_that_it_starts_anew(tmp_path, recwarn):

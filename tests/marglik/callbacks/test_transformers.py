@@ -218,6 +218,17 @@ def test_a_stream_without_an_end_is_read_as_far_as_the_training_reads_it(accumul
     assert prior.posterior.n_data == 6 * accumulated * 8
 
 
+def test_updates_of_a_stream_follow_rounds_of_steps(monkeypatch, tmp_path):
+    """Rounds of ten examples, which are two steps; the stream itself ends after four."""
+    monkeypatch.setattr("marglik.training.problem.FEWEST", 1)
+    run = trainer(tmp_path, Classifier(), max_steps=8)
+    run.train_dataset = Stream()
+    prior = MarginalLikelihood.attached(run, "classification", **OPTIONS)
+    run.train()
+    assert prior.learner.state.epoch == 4
+    assert len(prior.learner.evidences) == 3  # after rounds 2 and 4, and of the average
+
+
 class Regressor(nn.Module):
     """As Hugging Face's models with num_labels=1: labels (N,), and the squared error's mean."""
 
