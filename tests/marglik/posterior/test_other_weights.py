@@ -141,6 +141,7 @@ def test_the_calls_of_laplace_torch(subset, structure, change):
         lambda: la.predictive_samples(x),
         lambda: la.functional_variance(J),
         lambda: la.functional_covariance(J),
+        lambda: la.output_variances(x, torch.ones(2)),
     ):
         with pytest.raises(ValueError, match="no longer has the weights"):
             call()
@@ -187,11 +188,17 @@ def test_a_fit_after_an_assigned_checkpoint_is_at_its_weights():
     assert torch.equal(posterior.mean, parameters_to_vector(network(1).parameters()))
 
 
-def test_parameters_that_are_frozen_since():
-    posterior = fitted()
-    posterior.model[0].bias.requires_grad_(False)
-    with pytest.raises(ValueError, match="'0.bias' has other values, or was frozen or unfrozen"):
-        posterior.sample(2)
+def test_parameters_that_are_frozen_or_parametrised_since():
+    for change, name in (
+        (lambda model: model[0].bias.requires_grad_(False), "0.bias"),
+        (lambda model: nn.utils.parametrizations.weight_norm(model[3]), "3.parametrizations"),
+    ):
+        posterior = fitted()
+        change(posterior.model)
+        message = f"'{name}.* has other values, or was frozen or unfrozen"
+        for call in (posterior.sample, lambda p=posterior: p.output_distribution(batch()[0])):
+            with pytest.raises(ValueError, match=message):
+                call()
 
 
 def test_before_a_fit():
@@ -281,3 +288,6 @@ def test_the_pass_of_a_former_posterior_serves_its_own_model_alone():
         assert_close(other.factors.to_dense(name), alone.factors.to_dense(name))
     assert again._curvature_pass is first._curvature_pass  # the same model needs no other proof
     assert other.log_marginal_likelihood() != first.log_marginal_likelihood()
+    ignoring = Posterior(first.model, "classification", ignore_index=2, former=first)
+    ignoring.fit([batch()])
+    assert ignoring.factors.num_loss_terms == 8  # of 12 examples: other targets, another pass

@@ -1,5 +1,8 @@
 """Groups of parameters, weight decay <-> precision, and both ways to climb the evidence."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -149,6 +152,12 @@ def test_methods_agree_on_noise_and_precision(temperature):
         results.append((hyper.prior_precision.log(), hyper.sigma_noise.log()))
     assert_close(*results, atol=1e-8, rtol=0)
     assert results[0][1].abs() > 0.1
+    # The noise alone settles there, too, unless γ takes half of the targets.
+    terms, (log_delta, log_sigma) = posterior.evidence_terms, results[0]
+    for sigma, number, end in ((3.0, 90.0, log_sigma), (0.1, 40.0, math.log(0.1))):
+        hyper = Hyperparameters(groups, log_delta.exp(), sigma_noise=sigma)
+        hyper.settle_noise(replace(terms, num_targets=number), temperature)
+        assert float(hyper.sigma_noise.log()) == pytest.approx(float(end), abs=1e-5)
 
 
 def test_fixed_point_stays_finite_for_a_group_that_is_zero():
@@ -176,3 +185,11 @@ def test_a_pull_is_added_to_the_gradient_of_the_negative_evidence(sign):
     pull = torch.full((4,), sign * 1e6).double()
     hyper.update(posterior.evidence_terms, 1, 1.0, pull=pull)
     assert_close(hyper.prior_precision.log(), torch.full((4,), -0.1 * sign).double())
+
+
+def test_an_upper_bound_holds_after_a_single_step():
+    posterior = fitted()
+    hyper = Hyperparameters(PriorGroups.from_model(posterior.model), 1.0)
+    largest, pull = torch.tensor([1.0, 1.0, 2.0, 2.0]).double(), torch.full((4,), -1e6).double()
+    hyper.update(posterior.evidence_terms, 1, 1.0, largest, pull)
+    assert_close(hyper.prior_precision.log(), torch.tensor([0.0, 0.0, 0.1, 0.1]).double())

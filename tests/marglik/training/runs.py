@@ -238,6 +238,7 @@ def on_ranks(case: str, options: dict[str, Any], kind: str = "") -> dict[str, An
     for record in found["records"]:
         record.pop("likelihood", None)  # a text, with all digits of the noise
     learned = {"n": run.learner.problem.num_data, "noise": noise}
+    learned["epoch"] = getattr(getattr(run.train_loader, "sampler", None), "epoch", None)
     return {name: found[name] for name in kept} | learned | drawn
 
 

@@ -130,7 +130,7 @@ EARLY = [(1, 2.03), (2, 1.74), (5, 1.78), (9, 1.79), (18, 1.78)]
         (LATE, 1.0, 700, {}, True),
         (LATE, 1.0, 700, {"late_fit": None}, False),
         (EARLY, 1.7, 300, {"late_fit": "hold"}, False),  # most of the fall came early
-        (LATE, 2.0, 700, {"late_fit": "hold"}, False),  # γ parameters fit as much of noise
+        (LATE, 1.0, 1400, {"late_fit": "hold"}, False),  # γ parameters fit as much of noise
         (LATE, 2.4, 300, {"late_fit": "hold"}, False),  # no fall
         ([], 1.0, 1, {"late_fit": "hold"}, False),  # the first update has nothing to compare
     ],

@@ -20,6 +20,7 @@ from marglik.training.held_out import (
     move_gate,
     rise_of,
     shrunk,
+    times_left,
 )
 from marglik.training.state import Measures
 
@@ -110,6 +111,20 @@ def test_the_held_out_gradient_is_that_of_retraining(time):
     # Negative control: the time counts.
     other = derivatives(1.0 if time < math.inf else 0.02)
     assert (other / own - 1).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("epochs", "share"), [(9, 2), (None, 1)])
+def test_the_time_left_is_that_of_the_remaining_steps(epochs, share):
+    """Of six steps in three epochs; if the end is unknown, of as many. Adam's steps have none."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    sgd = torch.optim.SGD(model[0].parameters(), lr=0.2, momentum=0.9)
+    data = [(torch.randn(8, 4), torch.randint(3, (8,)))] * 2
+    learner = PriorLearner("classification", temperature=0.5)
+    learner.start(model, [sgd, torch.optim.Adam(model[1].parameters())], data, epochs)
+    learner.state.epoch, learner.state.steps = 3, [6, 6]
+    h = 0.2 / (1 - 0.9) * 0.5 * share * 6 / 16
+    expected = [h, h, math.inf, math.inf]
+    assert times_left(learner.problem, learner.state) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_batches", [1, 12])

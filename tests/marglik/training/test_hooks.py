@@ -13,12 +13,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import StepLR
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset
 
 from kfac_backend.likelihoods import StudentT
-from marglik import OnlineTraining, PriorLearner
+from marglik import PriorLearner
 from marglik.training.algorithm import end_of_epoch, finish, penalty
 from marglik.training.decay_policy import stable_decays
 from marglik.training.hooks import fingerprints, view_like, view_of_bits
@@ -244,6 +245,7 @@ def test_a_training_may_end_at_any_step(stop):
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(prior.posterior.mean, weights)
     assert len(prior.evidences) == number + 1
+    assert prior.state.kept_epoch == -(-prior.state.steps[0] // BATCHES)  # the last may be cut off
 
 
 def test_a_loop_that_never_steps_is_told_so():
@@ -670,6 +672,18 @@ def test_decays_are_replayed_by_networks_of_one_architecture():
         prior.replay().start(other, sgd(other), loader(), 2)
 
 
+def test_a_replay_has_the_noise_of_regression_too():
+    x = dataset().tensors[0]
+    data = [(part, part[:, :1] + part[:, 1:2].sin()) for part in (x[:15], x[15:])]
+    sigmas, prior = [], PriorLearner("regression", every=1)
+    for learner in (prior, None):
+        learner, model = learner or prior.replay(), nn.Linear(4, 1)
+        learn(model, sgd(model), learner, data, 3, loss=mse_loss)
+        sigmas.append(learner.state.hyperparameters.sigma_noise)
+    assert_close(sigmas[1], sigmas[0], rtol=1e-12, atol=0)
+    assert sigmas[0] > 0.11  # it was 0.1
+
+
 def test_a_closure_that_is_evaluated_twice_is_an_error():
     class Twice(torch.optim.SGD):
         @torch.no_grad()
@@ -694,14 +708,14 @@ def test_a_state_that_comes_after_the_start_is_an_error():
 
 
 def test_both_optimisers_decays_are_limited():
-    """By each one's learning rate, of the parameters that it holds."""
+    """By each one's learning rate, of the parameters that it holds, and the scale of the loss."""
     model = network()
     optimizers = [torch.optim.SGD(model[0].parameters(), 0.5), sgd(model[2])]
-    prior = PriorLearner("classification", weight_decay=4.0, updates=0)
+    prior = PriorLearner("classification", weight_decay=4.0, updates=0, loss_scale=2.0)
     prior.start(model, optimizers, loader(), 2)
     problem, state = prior.problem, prior.state
     with pytest.warns(RuntimeWarning, match="decay of 0.weight, 0.bias has grown beyond 1 / learn"):
-        assert stable_decays(problem, state, problem.parts[0]) == pytest.approx([2.0, 2.0])
+        assert stable_decays(problem, state, problem.parts[0]) == pytest.approx([1.0, 1.0])
     assert stable_decays(problem, state, problem.parts[1]) == pytest.approx([4.0, 4.0])
     assert state.measures.limited == ["0.bias", "0.weight"]
 
@@ -768,11 +782,3 @@ def test_a_learner_in_training_says_why_it_is_not_copied():
     again = pickle.loads(pickle.dumps(prior))
     assert torch.equal(again.posterior.mean, prior.posterior.mean)
     assert deepcopy(PriorLearner("classification")).posterior is None
-
-
-def test_the_own_loop_needs_none():
-    model = network()
-    optimizer, learner = sgd(model), PriorLearner("classification", epochs=2)
-    learner.start(model, optimizer, loader(), 2)
-    OnlineTraining(model, optimizer, loader(), learner)
-    assert hooks(optimizer) == (0, 0)

@@ -97,7 +97,9 @@ def test_a_resumed_run_and_a_replay_have_the_same_noise(tmp_path, held_out):
     assert_close(resumed.laplace.mean, whole.laplace.mean, rtol=0, atol=0)
     if held_out is None:
         return
-    history = whole.learner.state.decay_history
+    state = whole.learner.state
+    assert [epoch for epoch, _ in state.losses] == [4, 12]  # none in epoch 8, as labels are wrong
+    history = state.decay_history
     shares = {text for *_, text in history.values()}
     assert len(shares) > 3  # it moved in the last third of the epochs, and a replay moves with it
     assert all((noise_of(entry) > 0) == (epoch >= 8) for epoch, entry in history.items())

@@ -254,6 +254,21 @@ def test_updates_estimate_the_curvature_where_exact_passes_would_take_longer_tha
     assert set(fishers[:-1]) == {fisher}
 
 
+def test_the_end_repeats_an_estimated_update_exactly_and_counts_it_once():
+    """At the same parameters it replaces curvature and evidence, and moves no decay."""
+    model, prior = network(), PriorLearner("classification", every=1, average=None)
+    prior.start(model, optimizer := sgd(model), loader())
+    for x, y in [*loader()] * 3:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    decays, estimate = prior.weight_decays(), prior.evidences[-1]
+    assert prior.posterior.options.fisher == "random_signs"
+    prior.finish()
+    assert prior.posterior.options.fisher == "exact" and torch.equal(prior.weight_decays(), decays)
+    assert len(prior.evidences) == 3 and prior.evidences[-1] != estimate
+
+
 def test_update_prior_by_hand():
     """Bounded steps from the evidence at the present parameters; the posterior gets the values."""
     model, data = network(), in_double()
@@ -406,6 +421,19 @@ def test_a_sum_over_terms_has_the_decays_of_their_mean():
     # Negative control: the scale left out.
     wrong = decays_of_a_tagger(LR / R, lambda terms: terms.sum() / 8)
     assert ((wrong - expected).abs() > 0.1 * expected).any()
+
+
+def test_a_mean_over_terms_divides_the_priors_gradient_by_their_number():
+    x = torch.randn(24, R, 4)
+    data = DataLoader(TensorDataset(x, x[..., :3].argmax(-1)), 8)
+    model, prior = (
+        network(),
+        PriorLearner("classification", weight_decay=0.6, loss_mean_over="terms"),
+    )
+    prior.start(model, sgd(model), data, 2, hooks="none")
+    algorithm.penalty(prior.problem, prior.state)
+    for p in model.parameters():
+        assert_close(p.grad, 0.6 / R * p)
 
 
 def test_several_terms_are_asked_for_before_anything_is_done():

@@ -12,7 +12,7 @@ from kfac_backend.engine import driver
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
-from marglik.loaders import own_iteration
+from marglik.loaders import EpochBatches, own_iteration
 from marglik.training.algorithm import end_of_epoch, finish
 from marglik.training.samples import curvature_plan, examples_for_gamma, sample_size, sampled
 
@@ -55,6 +55,14 @@ def test_a_sample_has_other_examples_each_time_and_none_twice(name):
         assert max(len(x) for x, _ in batches) == 256  # not nineteen batches of 16
 
 
+@pytest.mark.parametrize("name", ["list", "subset"])
+def test_a_sample_of_limited_epochs_is_of_their_batches(name):
+    loader, _ = loaders()[name]
+    read = examples_of([*loader][:20])
+    some = examples_of(sampled(loader, 100, len(read), ALONE, 1, limit=20))
+    assert 100 <= len(some) < 116 and set(read).issuperset(some)
+
+
 @pytest.mark.parametrize("name", ["batches", "shuffled"])
 def test_the_loaders_own_random_numbers_stay(name):
     def order(uses_sample):
@@ -65,6 +73,20 @@ def test_the_loaders_own_random_numbers_stay(name):
         return examples_of(loader)
 
     assert order(True) == order(False)
+
+
+def test_a_trainers_epochs_have_one_order_and_leave_the_loaders_own():
+    """In passes, because BatchNorm's statistics depend on the order."""
+
+    def orders(passes):
+        own = torch.Generator().manual_seed(5)
+        loader = DataLoader(TensorDataset(X, Y), 16, shuffle=True, generator=own)
+        epoch = EpochBatches(lambda: loader, lambda batch, number: batch)
+        return [examples_of(batches) for batches in (loader, *[epoch] * passes, loader)]
+
+    first, *of_passes, last = orders(2)
+    assert of_passes[0] == of_passes[1] not in (first, last)
+    assert [first, last] == orders(0)
 
 
 class Scaled(DataLoader):
@@ -187,9 +209,11 @@ def test_more_draws_of_each_example_leave_time_for_fewer_examples():
         loader = DataLoader(TensorDataset(x, y), 100)
         prior.start(network, torch.optim.SGD(network.parameters(), 0.1), loader)
         prior.state.steps, prior.state.epoch = [200], 5
-        numbers.append(curvature_plan(prior.problem, prior.state, is_last=False).num_examples)
+        for prior.state.steps_at_update in (None, 150):
+            numbers.append(curvature_plan(prior.problem, prior.state, is_last=False).num_examples)
         prior.detach()
-    assert numbers == [2_000, 667]  # passes 1 + 2 · 1 and 1 + 2 · 4, a tenth of 3 · 20,000
+    # Passes 1 + 2 · 1 and 1 + 2 · 4, a tenth of 3 · 20,000, or of a quarter since an update.
+    assert numbers == [2_000, 500, 667, 256]
 
 
 def test_samples_grow_where_gamma_comes_near_what_their_rows_can_show():

@@ -90,10 +90,9 @@ def test_ranks_that_do_not_fit_together_are_refused_before_training(worlds, opti
     assert not any("in epoch" in one.args[1] for one in found)
 
 
-def test_a_sampler_that_drops_the_rest_is_counted(each):
-    assert [found["n"] for found in each(2, "on_ranks", "SGD", {"sampler": "drops", "n": 23})] == [
-        22, 22,
-    ]  # fmt: skip
+def test_a_sampler_that_drops_the_rest_is_counted_and_shuffles_each_epoch(each):
+    for found in each(2, "on_ranks", "SGD", {"sampler": "drops", "n": 23}):
+        assert (found["n"], found["epoch"]) == (22, 4)
 
 
 def test_other_processes_need_a_fabric_of_them(each):
