@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from kfac_backend.atomic_files import file_sum
 from marglik.application.records import (
     Evidence,
     Example,
@@ -161,7 +162,7 @@ def test_a_record_speaks_of_files_beside_it_alone(tmp_path):
     (tmp_path / "secret").write_text("mine")
     path = tmp_path / "run" / "posterior.json"
     for name in ("../secret", str(tmp_path / "secret")):
-        write_record(path, {}, {name: "0"})
+        write_record(path, {}, {name: file_sum(tmp_path / "secret")})
         with pytest.raises(ValueError, match="secret is missing or does not belong"):
             read_record(path)
 
@@ -198,6 +199,16 @@ def test_a_run_is_overwritten_on_request_alone(folder):
     assert content(folder).keys() == {"config.yaml", "checkpoint/learned/state.pt"}
     begin_run(folder, "epochs: 2\n", overwrite=True)
     assert content(folder).keys() == {"config.yaml"}
+
+
+def test_files_of_others_among_the_checkpoints_of_a_run_stay(folder):
+    notes = folder / "checkpoint" / "notes.txt"
+    Checkpoints(notes.parent / "learned").save({})
+    notes.write_text("mine")
+    remove_states(folder)
+    with pytest.raises(FileExistsError):
+        begin_run(folder, None, overwrite=True)
+    assert notes.read_text() == "mine"
 
 
 def test_a_folder_in_which_nothing_was_begun_is_free(folder):

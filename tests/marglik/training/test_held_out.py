@@ -113,6 +113,16 @@ def test_the_held_out_gradient_is_that_of_retraining(time):
     assert (other / own - 1).abs().max() > 0.1
 
 
+def test_a_padding_row_is_not_displaced():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 3, padding_idx=2), nn.Flatten(), nn.Linear(6, 3)).double()
+    model[0].weight.data[2] = 1.0  # as a loaded network may have it
+    posterior = Posterior(model, "classification")
+    posterior.fit([(torch.tensor([[0, 1], [2, 3], [3, 2]]), torch.arange(3))])
+    moved, *_ = displacements(posterior, [*model.parameters()], [math.inf] * 3)
+    assert (moved != 0).any(1).tolist() == [True, True, False, True]
+
+
 @pytest.mark.parametrize(("epochs", "share"), [(9, 2), (None, 1)])
 def test_the_time_left_is_that_of_the_remaining_steps(epochs, share):
     """Of six steps in three epochs; if the end is unknown, of as many. Adam's steps have none."""

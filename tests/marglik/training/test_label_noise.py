@@ -75,6 +75,16 @@ def test_noise_is_that_of_a_grid_and_near_the_truth():
     assert ((1 - 0.05) * own + 0.05 / 3).log().sum() < own.log().sum()
 
 
+def test_an_estimate_does_not_depend_on_the_noise_so_far():
+    """The prior towards no noise applies to each."""
+    learner, shares = trained().learner, []
+    for noise in (0.0, 0.3):
+        learner.state.likelihood = learner.state.likelihood.replace(noise=noise)
+        held_out = learner.problem.held_out
+        shares.append(learned_numbers._noise_of(learner.problem, learner.state, held_out))
+    assert shares[0] == shares[1] > 0.1
+
+
 def noise_of(entry):
     return float(likelihood_of(entry[2]).parameters["noise"])
 

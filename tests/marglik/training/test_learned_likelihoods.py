@@ -185,6 +185,19 @@ def test_a_step_is_the_maximum_of_the_fit_and_the_tangent_of_the_determinant(nam
     assert [float(v) for v in posterior.likelihood.parameters.values()] == pytest.approx([*xi])
 
 
+def test_a_step_of_a_sample_is_that_of_as_many_copies():
+    f, draw, *_ = SHAPES["student_t"]
+    start = likelihood_of("student_t").to_learn() | {"scale": 0.4}
+    y = draw(np.random.default_rng(0), 12)
+    posterior, data = shape_posterior("student_t", np.array(f), y, start)
+    scales = []
+    for batches, number in ((data, None), (data, 24), (2 * data, None)):
+        posterior.fit(batches, stands_for=number)
+        scales.append(likelihood_step(posterior, batches, start)[0].options["scale"])
+    assert scales[1] == pytest.approx(scales[2], rel=1e-6)
+    assert abs(scales[0] / scales[1] - 1) > 1e-3  # negative control: the number counts
+
+
 @pytest.mark.parametrize("name", ["negative_binomial", "student_t", "weibull"])
 def test_what_is_learned_has_the_highest_evidence_of_an_integral(name):
     """p(D|ξ) = ∫ p(D|f, ξ) N(f; 0, 1/δ) df over a grid, at the numbers found and beside them."""
