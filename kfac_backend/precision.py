@@ -5,9 +5,8 @@ eigenvalues are differences of large numbers. It suffices for a backward pass, w
 out.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 
 BackwardPrecision = Literal["float32", "tf32", "bf16"]
+SUPPORTED = {"cpu": ("float32", "bf16"), "cuda": ("float32", "tf32")}
+"""Precisions of backward passes by the device's type; other devices support float32."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -30,46 +31,23 @@ def backward_arithmetic(precision: BackwardPrecision) -> AbstractContextManager[
     return _products_in(cpu, cpu, gpu, gpu)
 
 
-@dataclass
-class Arithmetic:
-    """Arithmetic of a pass: backward passes in a given precision, sums in full float32.
+def arithmetic_of_sums(
+    device: torch.device, precision: BackwardPrecision, in_training: bool
+) -> AbstractContextManager[object]:
+    """Return the context of a sink's work: float32 in full precision, without autocast.
 
-    Raises:
-        ValueError: the device does not support the precision.
+    In a training's own forward and backward pass it also disables gradients. ``precision`` is the
+    precision of the backward passes.
     """
-
-    device: torch.device
-    precision: BackwardPrecision
-    """Precision of the backward passes."""
-
-    def __post_init__(self) -> None:
-        supported = {"cpu": ("float32", "bf16"), "cuda": ("float32", "tf32")}
-        available = supported.get(self.device.type, ("float32",))
-        if self.precision not in available:
-            raise ValueError(
-                f"backward_precision={self.precision!r} has no effect on device "
-                f"{self.device.type!r}. Choose one of {', '.join(map(repr, available))}."
-            )
-        is_full = self.precision == "float32"
-        self.of_backward: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if is_full else partial(backward_arithmetic, self.precision)
-        )
-        """Factory of the context of a backward pass."""
-
-    def of_sums(self, in_training: bool) -> AbstractContextManager[object]:
-        """Return the context of a sink's work: float32 in full precision, without autocast.
-
-        In a training's own forward and backward pass it also disables gradients.
-        """
-        is_full = not in_training and self.precision == "float32"
-        if is_full and not torch.is_autocast_enabled(self.device.type):
-            return nullcontext()  # the pass as a whole has full precision
-        stack = ExitStack()
-        if in_training:
-            stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(self.device.type, enabled=False))
-        stack.enter_context(full_float32())
-        return stack
+    is_full = not in_training and precision == "float32"
+    if is_full and not torch.is_autocast_enabled(device.type):
+        return nullcontext()  # the pass as a whole has full precision
+    stack = ExitStack()
+    if in_training:
+        stack.enter_context(torch.no_grad())
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+    stack.enter_context(full_float32())
+    return stack
 
 
 @cache

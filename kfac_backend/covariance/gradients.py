@@ -66,15 +66,11 @@ class ParameterGradients(NamedTuple):
         These take at most ``most_bytes``, and q divides their number.
         """
         _, N, _, C, _ = self.uses[0][0].b.shape
-        Q_B, Q_A = self.block.Q_B, self.block.Q_A
-        size = max(1, most_bytes // (q * C * self.spectrum.numel() * Q_B.dtype.itemsize)) * q
+        dtype = self.block.Q_B.dtype
+        size = max(1, most_bytes // (q * C * self.spectrum.numel() * dtype.itemsize)) * q
         for start in range(0, N, size):
             # Rotate and square the sum over uses, which keeps the products of different uses.
-            g = self.dense(slice(start, start + size)).to(Q_B.dtype)
-            g = g.unflatten(-1, self.spectrum.shape)
-            # Q_Bᵀ g Q_A, by products from the right.
-            g = (g.mT @ Q_B).mT
-            yield g if Q_A is None else g @ Q_A
+            yield self.block.rotate(self.dense(slice(start, start + size)).to(dtype))
 
 
 class LayerGradients:

@@ -42,7 +42,13 @@ from kfac_backend.fisher import MANY_PASSES
 from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import IGNORED, Likelihood, counted_terms, num_counted_terms
 from kfac_backend.options import CurvatureOptions, KfacApprox
-from kfac_backend.precision import Arithmetic, at_least_float32, full_float32
+from kfac_backend.precision import (
+    SUPPORTED,
+    arithmetic_of_sums,
+    at_least_float32,
+    backward_arithmetic,
+    full_float32,
+)
 from kfac_backend.ranks import PassSums, ProcessGroupOption, Ranks, sum_over_ranks
 from kfac_backend.sharding import resharded, sharded_modules
 
@@ -171,8 +177,12 @@ class Driver:
         if sharded_modules(self.model):
             self.sharded = self.sharded or ShardedPass(self)
             self.sharded.check_ranks()
-        self.arithmetic = Arithmetic(self.device, self.options.backward_precision)
-        """Arithmetic of the backward passes and the sums."""
+        available = SUPPORTED.get(self.device.type, ("float32",))
+        if self.options.backward_precision not in available:
+            raise ValueError(
+                f"backward_precision={self.options.backward_precision!r} has no effect on device "
+                f"{self.device.type!r}. Choose one of {', '.join(map(repr, available))}."
+            )
         # Each rank draws its own numbers. Drawing from the common generator would leave it in
         # different states on ranks with different numbers of batches. So `finish` advances it once
         # per pass, equally on all ranks.
@@ -281,17 +291,17 @@ class Driver:
             self.sink.start(proof.assignment, self.kfac_approx)
             in_format = proof.batch.channels_last and not in_training
             self.state.constants = in_channels_last(self.model) if in_format else {}
-        arithmetic = partial(self.arithmetic.of_sums, in_training)
+        precision = self.options.backward_precision
         return Capture(
-            self.model, proof.assignment, self.sink,
-            constants=self.state.constants, arithmetic=arithmetic,
+            self.model, proof.assignment, self.sink, constants=self.state.constants,
+            arithmetic=partial(arithmetic_of_sums, self.device, precision, in_training),
         )  # fmt: skip
 
     def propagate(self, capture: Capture, f: Tensor, y: Tensor) -> None:
         """Propagate the Fisher's vectors back from the outputs of a capture."""
         # Autocast applies only to the forward pass: Gram matrices are summed in float32.
         no_autocast = torch.autocast(self.device.type, enabled=False)
-        with no_autocast, self.arithmetic.of_backward():
+        with no_autocast, backward_arithmetic(self.options.backward_precision):
             # One backward pass for each vector v of the root of the loss Hessian, with the outputs'
             # gradient v. The gradient at a layer's output is then b, and B sums its outer products.
             # The vectors are made one by one, so memory never holds all of them.

@@ -295,20 +295,15 @@ def explain(model: nn.Module, arguments: Sequence[Any], error: Exception) -> Non
 
 def in_channels_last(model: nn.Module) -> dict[str, Tensor]:
     """Return convolution weights by name in channels-last format, which their outputs inherit."""
-    return {
-        name: _in_channels_last(p.detach())
-        for name, p in model.named_parameters()
-        if p.dim() == 4 and not is_part(p)
-    }
-
-
-def _in_channels_last(weight: Float[Tensor, "d_out C k1 k2"]) -> Tensor:
-    """Return a weight in channels-last format."""
-    weight = weight.contiguous(memory_format=torch.channels_last)
-    # With one channel, as of greyscale images, both formats have the same order of entries. Torch
-    # then takes the first format unless the strides are these.
-    _, C, k1, k2 = weight.shape
-    return weight.as_strided(weight.shape, (C * k1 * k2, 1, k2 * C, C))
+    weights: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        if p.dim() == 4 and not is_part(p):
+            weight = p.detach().contiguous(memory_format=torch.channels_last)
+            # With one channel, as of greyscale images, both formats have the same order of entries.
+            # Torch then takes the first format unless the strides are these.
+            _, C, k1, k2 = p.shape
+            weights[name] = weight.as_strided(p.shape, (C * k1 * k2, 1, k2 * C, C))
+    return weights
 
 
 def takes_labels(model: nn.Module, x: Any) -> bool:

@@ -431,16 +431,14 @@ class KfacPreconditioner:
         damping = state["damping"]
         self._damping = dict(damping) if isinstance(damping, Mapping) else float(damping)
         self._constants = {name: (first, end) for name, (first, end) in state["constants"].items()}
-        self._blocks = {
-            name: KroneckerBlock(
-                name, tensors["B"], tensors.get("A"), constants=self._constants.get(name, (0, 0))
-            )
-            for name, tensors in _copies(state["blocks"], device).items()
-        }
+        self._blocks = {}
+        for name, tensors in state["blocks"].items():
+            own, constants = _copies(tensors, device), self._constants.get(name, (0, 0))
+            self._blocks[name] = KroneckerBlock(name, own["B"], own.get("A"), constants=constants)
         costs = [sum(t.numel() for t in one.values()) for one in state["inverses"].values()]
         self._owners = dict(zip(state["inverses"], self.ranks.owners(costs), strict=True))
         self._inverses = {
-            name: _copies({name: one}, device if name in self._own else torch.device("meta"))[name]
+            name: _copies(one, device if name in self._own else torch.device("meta"))
             for name, one in state["inverses"].items()
         }
         self._pass.reset()
@@ -699,11 +697,6 @@ def _matching(patterns: Sequence[str], names: Mapping[str, object]) -> frozenset
     return frozenset(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
 
 
-def _copies(
-    by_name: Mapping[str, Mapping[str, Tensor]], device: torch.device
-) -> dict[str, dict[str, Tensor]]:
-    """Return copies of all tensors on a device."""
-    return {
-        name: {kind: tensor.to(device, copy=True) for kind, tensor in tensors.items()}
-        for name, tensors in by_name.items()
-    }
+def _copies(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return copies of tensors on a device."""
+    return {kind: tensor.to(device, copy=True) for kind, tensor in tensors.items()}
