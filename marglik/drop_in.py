@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from kfac_backend.likelihoods import Likelihood, likelihood_of
 from kfac_backend.options import CurvatureOptions, check_positive
-from kfac_backend.ranks import Ranks
 from marglik.laplace import Laplace, ParametricLaplace, fisher_of_backend
 from marglik.loaders import count_on_ranks
 from marglik.posterior.jacobian_ggn import Structure
@@ -146,8 +145,7 @@ def marglik_training(
     weight_decay = WEIGHT_DECAY
     if prior_prec_init is not None:
         check_positive("prior_prec_init", prior_prec_init)
-        ranks = Ranks(None) if fabric is None else ranks_of(fabric)
-        num_data = count_on_ranks(train_loader, ranks, curvature)
+        num_data = count_on_ranks(train_loader, ranks_of(fabric), curvature)
         weight_decay = precision_to_weight_decay(prior_prec_init, num_data, temperature)
     has_sigma, is_scalar = likelihood.has_sigma, prior_structure == "scalar"
     learner = PriorLearner(

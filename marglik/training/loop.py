@@ -28,12 +28,10 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DistributedSampler
@@ -172,7 +170,7 @@ class OnlineTraining:
         scheduler: LRScheduler | None = None,
         curvature_loader: Loader | None = None,
         held_out: Iterable[Any] | None = None,
-        fabric: "Fabric | OneDevice | None" = None,
+        fabric: "Fabric | None" = None,
         compile_mode: CompileMode | None = None,
         on_record: Callable[[Record], None] | None = None,
         progress: bool = False,
@@ -184,8 +182,9 @@ class OnlineTraining:
         self.train_loader = train_loader
         self.curvature_loader = train_loader if curvature_loader is None else curvature_loader
         self.scheduler = scheduler
-        self.fabric: Any = fabric or OneDevice(next(model.parameters()).device)
-        self.ranks = ranks_of(self.fabric)
+        self.fabric = fabric
+        self.device = next(model.parameters()).device if fabric is None else fabric.device
+        self.ranks = ranks_of(fabric)
         """The processes that train together, each with its shard of the data."""
         self._is_alone = self.ranks.size == 1
         self.on_record = on_record
@@ -216,7 +215,10 @@ class OnlineTraining:
             # gets a separate graph, without symbolic sizes.
             compiled = torch.compile(model, mode=compile_mode, dynamic=False)
         # Only steps use the wrapped network; everything else uses the caller's module.
-        self._forward, self.optimizer = self.fabric.setup(compiled, optimizer)
+        self._forward, self.optimizer = compiled, optimizer
+        if fabric is not None:
+            wrapped: Any = fabric.setup(compiled, optimizer)
+            self._forward, self.optimizer = wrapped
         self._kfac = kfac
         self._own_damping: float | None = None
         if kfac is not None and kfac.preconditioner.options.damping_on == "product":
@@ -332,7 +334,7 @@ class OnlineTraining:
         for item in each_batch(source, f"Epoch {epoch}", self.progress):
             indices, batch = (None, item) if self.probabilities is None else item
             x, y = split_batch(batch, self._task.options)
-            own = to_device(x, self.fabric.device), to_device(y, self.fabric.device)
+            own = to_device(x, self.device), to_device(y, self.device)
             # The last batch may be too small for this rank to have a part of it. It must still take
             # part, because the others wait for its gradients. So it runs on its latest examples,
             # with weight zero.
@@ -414,13 +416,15 @@ class OnlineTraining:
             objective = data_loss / len(f)
             if not self._is_alone:
                 objective = self._mean_over_ranks(data_loss, len(f), counts)
-            # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
-            # changes from step to step. The prior's gradient needs the same factor: the hook
-            # records it as the gradient of the objective itself.
             scale: list[Tensor | float] = [1.0]
-            if not isinstance(self.fabric, OneDevice):
+            if self.fabric is None:
+                objective.backward()
+            else:
+                # In float16 Fabric multiplies the objective, and so all gradients, by a factor that
+                # changes from step to step. The prior's gradient needs the same factor: the hook
+                # records it as the gradient of the objective itself.
                 objective.register_hook(lambda factor: scale.insert(0, factor))
-            self.fabric.backward(objective)
+                self.fabric.backward(objective)
         problem, state = self.learner.problem, self.learner.state
         penalty = algorithm.penalty(problem, state, scale[0], with_value=True)
         assert penalty is not None  # its value was requested
@@ -483,7 +487,7 @@ class OnlineTraining:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "precision": self.fabric.strategy.precision.state_dict(),
+            "precision": self.fabric.strategy.precision.state_dict() if self.fabric else {},
             "learner": self.learner.state_dict(),
             # Usually the same on all ranks, see `own_random_numbers`.
             "random": self.ranks.gather(random),
@@ -507,7 +511,8 @@ class OnlineTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        self.fabric.strategy.precision.load_state_dict(state["precision"])
+        if self.fabric is not None:
+            self.fabric.strategy.precision.load_state_dict(state["precision"])
         if self.probabilities is not None:
             self.probabilities.load_state_dict(state["probabilities"])
         for record in state["records"]:  # write the log again from its start
@@ -551,30 +556,8 @@ def _warn_of_batch_norm(model: nn.Module) -> None:
             return
 
 
-class OneDevice:
-    """The methods of a Fabric that the loop uses, for one device in full precision.
-
-    It replaces Lightning's Fabric, which takes long to import.
-    """
-
-    world_size = 1
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # Full precision has no state. A disabled scaler has the methods.
-        self.strategy: Any = SimpleNamespace(precision=GradScaler(enabled=False))
-
-    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Return model and optimiser unchanged."""
-        return model, optimizer
-
-    def backward(self, objective: Tensor) -> None:
-        """Run the backward pass."""
-        objective.backward()
-
-
-def ranks_of(fabric: "Fabric | OneDevice") -> Ranks:
-    """Return the ranks that a Fabric has launched; this process alone for one device.
+def ranks_of(fabric: "Fabric | None") -> Ranks:
+    """Return the ranks that a Fabric has launched; this process alone for None.
 
     Raises:
         NotImplementedError: a strategy that splits a model over ranks, or copies it to several
@@ -582,24 +565,24 @@ def ranks_of(fabric: "Fabric | OneDevice") -> Ranks:
         RuntimeError: the Fabric was not launched.
         ValueError: the Fabric has one device, but there are several processes.
     """
-    running, strategy = Ranks().size, type(fabric.strategy).__name__
-    if fabric.world_size == running == 1:
+    running, world_size = Ranks().size, 1 if fabric is None else fabric.world_size
+    if world_size == running == 1:
         return Ranks(None)
-    if fabric.world_size == 1:
+    if fabric is None or world_size == 1:
         raise ValueError(
             f"This is one of {running} processes of torch.distributed, but the Fabric has a single "
             "device. Each process would train its own network on its part of the data. Pass "
             f'fabric=Fabric(devices={running}, strategy="ddp") after its launch(), or leave the '
             "process group (torch.distributed.destroy_process_group())."
         )
-    if strategy != "DDPStrategy":
+    if (strategy := type(fabric.strategy).__name__) != "DDPStrategy":
         raise NotImplementedError(
             f"The Fabric's strategy is {strategy}, but the curvature needs the whole network on "
             'each rank. Pass Fabric(strategy="ddp").'
         )
-    if running != fabric.world_size:
+    if running != world_size:
         raise RuntimeError(
-            f"The Fabric is for {fabric.world_size} processes, but this is one of {running}. Call "
+            f"The Fabric is for {world_size} processes, but this is one of {running}. Call "
             "fabric.launch() first."
         )
     return Ranks()

@@ -27,7 +27,6 @@ from marglik.augmentation import Affine, Color, Flip, LearnedAugmentation
 from marglik.eval_mode import eval_mode
 from marglik.models import Standardised
 from marglik.prediction.predictive import PredictiveConfig
-from marglik.training.loop import OneDevice
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -47,20 +46,18 @@ def device_of(accelerator: Accelerator) -> torch.device:
     return torch.device("cpu") if accelerator == "cpu" or not has_gpu else torch.device("cuda", 0)
 
 
-def build_fabric(
-    accelerator: Accelerator, precision: Precision = "32-true"
-) -> "Fabric | OneDevice":
+def build_fabric(accelerator: Accelerator, precision: Precision = "32-true") -> "Fabric | None":
     """Return a launched Fabric with the device, the precision and the processes of torchrun.
 
-    For one process in full precision, it returns an equivalent object without Lightning.
+    One process in full precision needs none, and importing Lightning takes seconds: None.
     """
     device = device_of(accelerator)
     by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
     started = int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
     if started == 1 and precision == "32-true":
-        return OneDevice(device)
+        return None
     with extra("lightning"):
-        from lightning.fabric import Fabric  # imported here, because Lightning takes seconds
+        from lightning.fabric import Fabric
         from lightning.fabric.strategies import DDPStrategy
 
     if started == 1:

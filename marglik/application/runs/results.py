@@ -117,7 +117,7 @@ def _attribution(
         if positions and splits.train[1].dim() == 1:
             part = take(splits.train, torch.tensor(positions))
             shown = replace(splits, train=part, train_indices=None)
-            batches = split_batches(shown, "train", 1, device=setup.fabric.device)
+            batches = split_batches(shown, "train", 1, device=setup.device)
             values = self_influence(posterior, batches).tolist()  # the same on each rank
             pairs = zip(suspicious.examples, values, strict=False)
             examples = [

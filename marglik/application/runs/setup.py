@@ -19,6 +19,7 @@ from marglik.application.provenance import Provenance
 from marglik.application.runs.build import (
     build_fabric,
     check_model,
+    device_of,
     with_learned_augmentation,
     with_standardised_columns,
 )
@@ -59,9 +60,14 @@ class Setup:
     likelihood: Likelihood = Classification()
     run: RunConfig = RunConfig()
     fabric: Any
-    """A launched Fabric or `OneDevice`."""
+    """A launched Fabric; None for one process in full precision."""
     ranks: Ranks = Ranks(None)
     """Ranks of the Fabric, each of which has a part of every batch."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the networks and their data."""
+        return next(self.model.parameters()).device
 
 
 def checked_setup(
@@ -95,7 +101,7 @@ def checked_setup(
     if run.augmentation == "learned":
         model, provenance = with_learned_augmentation(model, splits, provenance)
     ood_images = None if ood is None else out_of_distribution_images(ood, splits)
-    model = model.to(fabric.device)
+    model = model.to(device_of(run.accelerator) if fabric is None else fabric.device)
     check_model(model, splits, curvature, likelihood, predictive)
     PriorGroups.from_model(model, prior.structure)  # raises for rules that match nothing
     number = len(tensors_in(splits.train)[-1])

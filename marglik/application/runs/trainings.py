@@ -88,7 +88,7 @@ def train_network(
     """
     run, prior, splits, likelihood = setup.run, setup.prior, setup.splits, setup.likelihood
     torch.manual_seed(training.seed)
-    model = training.build().to(setup.fabric.device)
+    model = training.build().to(setup.device)
     torch.manual_seed(training.seed)
     schedule, policy = prior.schedule(run.epochs), DecayPolicy()
     curvature = setup.curvature.options(splits.targets)
@@ -174,7 +174,7 @@ def _evaluated(
     predictive = setup.predictive
     return evaluate(
         predictives, setup.splits, likelihood, labels=predictive.labels, ood=setup.ood_images,
-        batch_size=predictive.batch_size, device=setup.fabric.device, progress=setup.run.progress,
+        batch_size=predictive.batch_size, device=setup.device, progress=setup.run.progress,
         ranks=setup.ranks,
     )  # fmt: skip
 
@@ -200,7 +200,7 @@ def compare_with_plain(
         y = tensors_in(setup.splits.train)[-1]
         sigma = (2 * losses[-1] / y[0].numel()) ** 0.5
     if likelihood.to_learn() and not likelihood.has_label_noise:  # the learned network has them too
-        size, device = setup.predictive.batch_size, setup.fabric.device
+        size, device = setup.predictive.batch_size, setup.device
         train = split_batches(setup.splits, "train", size, device=device)
         likelihood, sigma = fitted_to_residuals(likelihood, model, train)
     scaled = _calibrated(setup, [model], likelihood, sigma, outcome.seconds)
@@ -283,7 +283,7 @@ def _validation_batches(setup: Setup) -> Batches | None:
 
 def _batches(setup: Setup, split: SplitName, batch_size: int, seed: int = 0) -> Batches:
     """Return batches of a part of the data. Only training data is shuffled and augmented."""
-    trains, device, are_images = split == "train", setup.fabric.device, setup.splits.are_images
+    trains, device, are_images = split == "train", setup.device, setup.splits.are_images
     return split_batches(
         setup.splits, split, batch_size, shuffle=trains, seed=seed, device=device,
         augment=trains and setup.run.augmentation == "standard",
