@@ -119,14 +119,6 @@ def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> 
     return count
 
 
-def num_batches(loader: Any) -> int:
-    """Return the number of batches in one pass over a loader."""
-    try:
-        return len(loader)
-    except TypeError:
-        return sum(1 for _ in loader)
-
-
 def steps_in_epoch(loader: Loader, steps: int | None) -> int | None:
     """Return the given number of steps in an epoch, or the number of the loader's batches.
 
@@ -201,7 +193,8 @@ def check_shards(loader: Loader, ranks: Ranks) -> None:
     for sampler in samplers_of(loader):
         if isinstance(sampler, DistributedSampler):
             _check_sampler(sampler, ranks)
-    numbers = ranks.gather(num_batches(loader))
+    number = length(loader)
+    numbers = ranks.gather(sum(1 for _ in loader) if number is None else number)
     if len(set(numbers)) > 1:
         raise ValueError(
             f"Ranks have different numbers of batches: {', '.join(map(str, numbers))}. All ranks "

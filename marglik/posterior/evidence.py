@@ -40,26 +40,6 @@ class EvidenceTerms:
     names: Sequence[str]
     """Names of the trainable tensors."""
 
-    @classmethod
-    def of(
-        cls,
-        curvature: KroneckerFactors | JacobianGGN,
-        squared_norms: Tensor,
-        tensors: Tensor,
-        names: Sequence[str],
-    ) -> "EvidenceTerms":
-        """Return the terms of a curvature; the other arguments are the fields of the same names."""
-        is_ggn = isinstance(curvature, JacobianGGN)
-        return cls(
-            spectra=curvature if is_ggn else Spectra.of(curvature.blocks.values()),
-            squared_norms=squared_norms,
-            tensors=tensors,
-            loss=curvature.loss,
-            num_targets=curvature.num_loss_terms * curvature.num_outputs,
-            likelihood=curvature.likelihood,
-            names=names,
-        )
-
     def sum_over_blocks(self, values: Tensor, groups: Sequence[int]) -> Tensor:
         """Sum one value per block (B,) within the groups of tensors, given by tensor index.
 

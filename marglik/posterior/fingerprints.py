@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from kfac_backend.engine.batches import SplitBatch, arguments, length, split_batch
+from kfac_backend.engine.batches import SplitBatch, arguments, split_batch
 from kfac_backend.options import TargetOptions
 
 MOST_ENTRIES = 256
@@ -41,31 +41,25 @@ class FingerprintedBatches:
 
     def __init__(self, loader: Iterable[Any], model: nn.Module, options: TargetOptions) -> None:
         self._loader, self._model, self._options = loader, model, options
-        self._parts: list[Tensor | None] = []
+        self.parts: list[Tensor | None] = []
+        """The latest iteration's fingerprints of each batch; None if an input has none."""
 
     def __len__(self) -> int:
-        number = length(self._loader)
-        if number is None:
-            raise TypeError(f"{type(self._loader).__name__} has no length.")
-        return number
+        return len(self._loader)  # pyright: ignore[reportArgumentType]
 
     def __iter__(self) -> Iterator[Any]:
-        number, self._parts = 0, []
+        number, self.parts = 0, []
         for batch in self._loader:
             split = split_batch(batch, self._options)
             if number < MOST_EXAMPLES:
                 part = fingerprints(split[0], self._model)
-                self._parts.append(part)
+                self.parts.append(part)
                 number += 0 if part is None else len(part)
             yield SplitBatch(*split)
 
-    def collected(self) -> Int64[Tensor, "M"] | None:
-        """Return the latest iteration's fingerprints, on the CPU; None if the inputs have none."""
-        return concatenated(self._parts)
-
 
 def concatenated(parts: list[Tensor | None]) -> Int64[Tensor, "M"] | None:
-    """Concatenate the fingerprints of all parts of the data; None if a part has none."""
+    """Concatenate the fingerprints of all parts of the data, on the CPU; None if any has none."""
     tensors = [part for part in parts if part is not None]
     if not tensors or len(tensors) < len(parts):
         return None

@@ -24,6 +24,7 @@ from kfac_backend.blocks.block import (
     decompose,
 )
 from kfac_backend.blocks.kronecker import KroneckerFactors
+from kfac_backend.blocks.spectrum import Spectra
 from kfac_backend.covariance.last_layer import LastLayerCovariance
 from kfac_backend.covariance.linearised import linearised_outputs
 from kfac_backend.covariance.output_covariance import OutputCovariance
@@ -388,7 +389,7 @@ class Posterior:
             # Sharing the work needs all ranks, and all are here now. Later a single rank may need
             # the evidence.
             compute_eigenvalues(curvature.blocks.values(), self.ranks, self._device)
-        parts = self.ranks.gather(batches.collected())
+        parts = self.ranks.gather(concatenated(batches.parts))
         self._take(curvature, None if stands_for is None else num_seen)
         self.fingerprints = concatenated([former, *parts] if adds else parts)
 
@@ -613,18 +614,23 @@ class Posterior:
             tensors = torch.arange(self.n_layers, device=self._device)
             squares = (self.mean - self._prior_mean).detach().double().square()
             if isinstance(curvature, JacobianGGN):
+                spectra = curvature
                 norms, tensors = squares[curvature.indices], self._tensor_of(curvature.indices)
-            elif is_sharded(self.model):
-                norms = self._squared_norms
             else:
                 blocks = curvature.blocks.values()
-                parts = squares.split([block.numel for block in blocks])
-                for block, part in zip(blocks, parts, strict=True):
-                    part[slice(*block.constants)] = 0
-                norms = torch.stack([part.sum() for part in parts])
-            self._terms = EvidenceTerms.of(
-                curvature, norms, tensors, [*trainable_parameters(self.model)]
-            )
+                spectra = Spectra.of(blocks)
+                if is_sharded(self.model):
+                    norms = self._squared_norms
+                else:
+                    parts = squares.split([block.numel for block in blocks])
+                    for block, part in zip(blocks, parts, strict=True):
+                        part[slice(*block.constants)] = 0
+                    norms = torch.stack([part.sum() for part in parts])
+            num_targets = curvature.num_loss_terms * curvature.num_outputs
+            self._terms = EvidenceTerms(
+                spectra, norms, tensors, curvature.loss, num_targets, curvature.likelihood,
+                names=[*trainable_parameters(self.model)],
+            )  # fmt: skip
         return self._terms
 
     def precision_per_block(self, delta: Tensor) -> Tensor:

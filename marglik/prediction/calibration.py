@@ -205,7 +205,7 @@ class HeldOut:
         )  # fmt: skip
         sigma, is_sampled = float(posterior.sigma_noise), samples is not None
         tensors = f.to(device), spread.to(device), y.to(device)
-        examples = concatenated(ranks.gather(read.collected()))
+        examples = concatenated(ranks.gather(concatenated(read.parts)))
         return HeldOut(likelihood, *tensors, sigma, is_sampled, examples)
 
     def some(self, number: int) -> "HeldOut":

@@ -140,12 +140,15 @@ def stable_decays(problem: Problem, state: LearnerState, part: Part) -> list[flo
     limited = [n for n, wd, most in zip(part.names, decays, largest, strict=True) if wd > most]
     earlier = state.measures.limited
     if limited or earlier:
-        warn_of(
-            [name for name in limited if name not in earlier],
-            "The weight decay of {} has grown beyond 1 / learning rate, where SGD would "
-            "diverge, and is limited to it: the data needs none of it, or training is "
-            "unstable.",
-        )
+        if new := [name for name in limited if name not in earlier]:
+            more = f" and {len(new) - 4} more" if len(new) > 4 else ""
+            warnings.warn(
+                f"The weight decay of {', '.join(new[:4])}{more} has grown beyond 1 / learning "
+                "rate, where SGD would diverge, and is limited to it: the data needs none of it, "
+                "or training is unstable.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         others = [name for name in earlier if name not in part.names]
         state.measures.limited = sorted(others + limited)
     return list(map(min, decays, largest))
@@ -384,10 +387,3 @@ def largest_error(estimates: Tensor) -> float:
     differences = estimates.diff().abs()
     sigma = differences.median().item() / (MEDIAN_OF_NORMAL * math.sqrt(2))
     return sigma * math.sqrt(2 * math.log(len(estimates)))
-
-
-def warn_of(names: Sequence[str], text: str) -> None:
-    """Warn of names, if any, with the first four of them in place of {}."""
-    if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        warnings.warn(text.format(", ".join(names[:4]) + more), RuntimeWarning, stacklevel=4)

@@ -109,32 +109,6 @@ def _shown_targets(gradient: Tensor, likelihood: Likelihood) -> Tensor | None:
     return gradient.argmin(-1).masked_fill(~gradient.any(-1), IGNORED)
 
 
-def warn_of_another_loss(
-    loss: Tensor,
-    f: Tensor,
-    y: Tensor,
-    likelihood: Likelihood,
-    options: LearnerOptions,
-) -> None:
-    """Warn, with the likely cause, unless ∂loss/∂f = scale · Σ ∇ℓ / count.
-
-    The count is the number of examples, or with loss_mean_over="terms" of loss terms.
-
-    Args:
-        loss: a function of ``f``, with its graph.
-        f: outputs (N, ..., C), with their graph.
-        y: targets of the likelihood.
-        likelihood: likelihood with the loss ℓ.
-        options: options with the normalisation and the scale of the loss.
-
-    Raises:
-        ValueError: targets do not fit the outputs.
-    """
-    (gradient,) = torch.autograd.grad(loss.sum(), f, retain_graph=True, allow_unused=True)
-    if gradient is not None:
-        warn_of_another_gradient(gradient, f, y, likelihood, options)
-
-
 def warn_of_another_gradient(
     gradient: Tensor,
     f: Tensor,
@@ -144,9 +118,21 @@ def warn_of_another_gradient(
     *,
     may_be_scaled: bool = False,
 ) -> None:
-    """Like `warn_of_another_loss`, for a gradient ∂loss/∂f that a gradient scaler may have scaled.
+    """Warn, with the likely cause, unless ∂loss/∂f = scale · Σ ∇ℓ / count.
 
-    Such scalers multiply by a power of two, initially 2¹⁶.
+    The count is the number of examples, or with loss_mean_over="terms" of loss terms.
+
+    Args:
+        gradient: ∂loss/∂f.
+        f: outputs (N, ..., C).
+        y: targets of the likelihood.
+        likelihood: likelihood with the loss ℓ.
+        options: options with the normalisation and the scale of the loss.
+        may_be_scaled: whether a gradient scaler may have multiplied the gradient by a power of two,
+            initially 2¹⁶.
+
+    Raises:
+        ValueError: targets do not fit the outputs.
     """
     check_targets(f, y, likelihood, may_ignore=True)
     scale, is_mean_over_terms = options.loss_scale, options.loss_mean_over == "terms"

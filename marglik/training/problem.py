@@ -26,7 +26,7 @@ from marglik.augmentation.ranges import set_ranges
 from marglik.eval_mode import eval_mode
 from marglik.loaders import Loader, check_shards, count_on_ranks
 from marglik.posterior.prior import Hyperparameters, PriorGroups, weight_decay_to_precision
-from marglik.training.loss_agreement import warn_of_another_loss
+from marglik.training.loss_agreement import warn_of_another_gradient
 from marglik.training.options import LearnerOptions
 
 SHARE = 0.1
@@ -106,7 +106,12 @@ class Problem:
         problem = cls(
             options, model, trainable, parts, loader, ranks, N, steps_per_epoch, held_out=held_out
         )
-        _check_lowering(problem)
+        lacks = _lacking_for_corrections(problem)
+        if options.policy.lowering and options.learns and lacks:
+            raise ValueError(
+                f"DecayPolicy(lowering=True) needs {lacks}. Omit it to learn the weight decays "
+                "from the evidence."
+            )
         return problem
 
     def initial_hyperparameters(self) -> Hyperparameters:
@@ -124,9 +129,9 @@ class Problem:
         )
 
     @cached_property
-    def norms(self) -> dict[str, nn.Module]:
+    def norms(self) -> dict[str, _BatchNorm]:
         """The network's BatchNorms with running statistics, by name."""
-        return {**batch_norms(self.model)}
+        return batch_norms(self.model)
 
     def replay(
         self,
@@ -240,16 +245,6 @@ def _lacking_for_corrections(problem: Problem) -> str:
     return ""
 
 
-def _check_lowering(problem: Problem) -> None:
-    """Raise a ValueError if held-out labels should lower weight decays but cannot."""
-    lacks = _lacking_for_corrections(problem)
-    if problem.options.policy.lowering and problem.options.learns and lacks:
-        raise ValueError(
-            f"DecayPolicy(lowering=True) needs {lacks}. Omit it to learn the weight decays from "
-            "the evidence."
-        )
-
-
 # --- the data, before the first step ---
 
 
@@ -346,7 +341,10 @@ def _read_data(
                 if loss is not None:
                     with torch.enable_grad():
                         f = f.detach().requires_grad_()
-                        warn_of_another_loss(loss(f, labels), f, y, likelihood, options)
+                        total = loss(f, labels).sum()
+                        (gradient,) = torch.autograd.grad(total, f, allow_unused=True)
+                    if gradient is not None:
+                        warn_of_another_gradient(gradient, f, y, likelihood, options)
             if options.loss_mean_over == "examples":
                 break
     return first, _Counts(terms, examples, vectors, padding, first_loss, batch_size)
