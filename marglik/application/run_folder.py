@@ -64,7 +64,7 @@ def begin_run(
     It removes only files and links with the names in `ALL`, and never the target of a link. With
     ``resume`` the checkpoints stay. ``options`` is the content of ``config.yaml``.
     """
-    check_free(folder, overwrite or resume)
+    check_free(folder, overwrite, resume=resume)
     checkpoint = folder / CHECKPOINT
     if checkpoint.is_symlink() and not resume:
         checkpoint.unlink()
@@ -88,11 +88,11 @@ def begin_run(
         write_file(folder / CONFIG, options.encode())
 
 
-def check_free(folder: Path, overwrite: bool = False) -> None:
+def check_free(folder: Path, overwrite: bool = False, *, resume: bool = False) -> None:
     """Raise a FileExistsError if a new run would replace files that may be needed.
 
-    These are files that marglik did not write, and, without ``overwrite``, the files of a run. An
-    empty checkpoint folder of a command that was killed early does not count.
+    These are files that marglik did not write, and, without ``overwrite`` or ``resume``, the files
+    of a run. An empty checkpoint folder of a command that was killed early does not count.
     """
     if folder.is_symlink():
         raise FileExistsError(
@@ -107,7 +107,13 @@ def check_free(folder: Path, overwrite: bool = False) -> None:
             f"{folder} contains {', '.join(present)}, which marglik did not write, so the folder "
             "is not overwritten. Pass another --output, or move these files."
         )
-    if not overwrite:
+    others = [name for name in _names_of_states(folder) or () if not STATES.fullmatch(name)]
+    if others and not resume:
+        raise FileExistsError(
+            f"{folder / CHECKPOINT} contains {', '.join(others)}, which marglik did not write, so "
+            "the folder is not overwritten. Pass another --output, or move these files."
+        )
+    if not (overwrite or resume):
         can_resume = any((folder / CHECKPOINT).glob(f"*/{STATE}"))
         resume = "--resume (of marglik train) to continue it, " if can_resume else ""
         raise FileExistsError(

@@ -206,8 +206,11 @@ def test_files_of_others_among_the_checkpoints_of_a_run_stay(folder):
     Checkpoints(notes.parent / "learned").save({})
     notes.write_text("mine")
     remove_states(folder)
-    with pytest.raises(FileExistsError):
+    before = content(folder)
+    with pytest.raises(FileExistsError, match="checkpoint contains notes.txt, which marglik did"):
         begin_run(folder, None, overwrite=True)
+    assert content(folder) == before
+    begin_run(folder, None, resume=True)
     assert notes.read_text() == "mine"
 
 
