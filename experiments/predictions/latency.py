@@ -63,14 +63,15 @@ class OwnForward(nn.Module):
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "regression": (lambda: MLP(1, (50,), 1, "tanh"), (1,), 0),
     "mlp": (lambda: MLP(4, (20,), 3, "tanh"), (4,), 3),
+    "mlp10": (lambda: MLP(10, (20,), 10, "tanh"), (10,), 10),
     "own": (OwnForward, (4,), 3),
     "lenet": (lambda: LeNet(3, 3, 8), (3, 8, 8), 3),
     "resnet18": (resnet18, (3, 32, 32), 10),
 }
 """Name -> a new network, the shape of an example, and the number of classes (0: regression)."""
-WITH_ALL_LAYERS = "regression", "mlp", "own", "lenet"
+WITH_ALL_LAYERS = "regression", "mlp", "mlp10", "own", "lenet"
 """Networks in which laplace-torch supports each parameter, and needs no gigabytes."""
-TINY = "regression", "mlp"
+TINY = "regression", "mlp", "own"
 """Networks of which a grid over all layers takes laplace-torch less than a second."""
 
 
@@ -201,11 +202,13 @@ CONFIGS = {
     config.name: config
     for config in (
         Config("one_input_mlp", 100),
+        Config("one_input_mlp10", 100),
         Config("one_input_own", 100),
         Config("one_input_lenet", 100),
         Config("one_input_resnet18", 10, examples=6),
         Config("tiny_regression", 1),
         Config("tiny_mlp", 1),
+        Config("tiny_own", 1),
         Config("tiny_lenet", 1),
     )
 }

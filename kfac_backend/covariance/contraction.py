@@ -13,7 +13,7 @@ covariance is Σ_i b̃_ci b̃_c'i Σ_j ã_j² / s_ij, and the second moment is �
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -78,6 +78,51 @@ def covariance_part(
         sets = slice(n.start // q, n.stop // q)
         total[sets] = total[sets] + paired(scaled, scaled)
     return total
+
+
+class LayerBasis(NamedTuple):
+    """Eigenvectors and inverse spectra of a layer's weight and bias, for `layer_part`."""
+
+    Q_B: Tensor
+    """(d_out, d_out), of both."""
+    Q_A: Tensor
+    """(d_in, d_in)."""
+    inverse: Tensor
+    """1 / s of the weight, (d_out, d_in)."""
+    bias_inverse: Tensor | None
+    """1 / s of the bias, (d_out,); None without an uncertain bias."""
+
+
+def layer_part(
+    a: Float[Tensor, "N R d_in"],
+    b: Float[Tensor, "N R K d_out"],
+    basis: LayerBasis,
+    *,
+    variance_only: bool,
+) -> Float[Tensor, "N K _"]:
+    """Return the part of weight and bias together, (N, K, K), or of the variances, (N, K, 1).
+
+    The formulas are those of `covariance_part`, with the gradients rotated once for both parameters
+    and all examples at once.
+    """
+    Q_B, Q_A, inverse, bias_inverse = basis
+    a, b = a.to(Q_A.dtype), b.to(Q_B.dtype) @ Q_B
+    if a.shape[1] == 1:
+        w = (a[:, 0] @ Q_A).square() @ inverse.mT  # (N, d_out)
+        w = w if bias_inverse is None else w + bias_inverse
+        b = b[:, 0]
+        return b.square() @ w[:, :, None] if variance_only else (b * w[:, None]) @ b.mT
+    K, d_out = b.shape[2:]
+    # Rotate the inputs or their products with b, whichever has fewer rows.
+    inputs_first = a.shape[1] <= K * d_out
+    entries = b.flatten(2).mT @ (a @ Q_A if inputs_first else a)  # (N, K·d_out, d_in)
+    entries = (entries if inputs_first else entries @ Q_A).unflatten(1, (K, d_out))
+    entries, inverse = entries.flatten(2), inverse.flatten()
+    if bias_inverse is not None:
+        entries, inverse = torch.cat([entries, b.sum(1)], -1), torch.cat([inverse, bias_inverse])
+    if variance_only:
+        return entries.square() @ inverse[:, None]
+    return (entries * inverse) @ entries.mT
 
 
 def variances_part(

@@ -1,7 +1,7 @@
 """Collect each example's gradient of each parameter, as factors, from the uses of the layers."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -88,6 +88,10 @@ class LayerGradients:
         places = [place for tracked in self.rules for place in _places(tracked)]
         self._tied = {place for place in places if places.count(place) > 1}
 
+    def is_tied(self, tracked: TrackedLayer) -> bool:
+        """Return whether another layer has a parameter of this one."""
+        return bool(self._tied.intersection(_places(tracked)))
+
     def by_parameter(
         self,
         layer_uses: Iterable[LayerUse],
@@ -104,7 +108,7 @@ class LayerGradients:
         for tracked, use, rows in layer_uses:
             # No other use contributes to the gradients of this layer's parameters. So they can be
             # squared, and dropped, before the next layer's are formed.
-            alone = uses[tracked] == 1 and not self._tied.intersection(_places(tracked))
+            alone = uses[tracked] == 1 and not self.is_tied(tracked)
             if alone and most_bytes is not None:
                 for subset, some in self._some_examples((tracked, use, rows), most_bytes):
                     for gradients in self._of_uses([some]):
@@ -167,6 +171,7 @@ class HeldGradients(Sink):
         """Number of runs of each layer."""
         # For each use, gradients (M, R, d_out) by the number of their vector.
         self._by_use: dict[tuple[TrackedLayer, Use], dict[int, Tensor]] = {}
+        self._stacked: dict[tuple[TrackedLayer, Use], Tensor] = {}  # (M, R, V, d_out)
         self.num_vectors = self.nbytes = 0
 
     def input(self, tracked: TrackedLayer, use: Use) -> None:
@@ -186,8 +191,24 @@ class HeldGradients(Sink):
         """Begin the next vector."""
         self.num_vectors += 1
 
+    def store_at_once(self, backward: Callable[[list[Tensor]], object], vectors: Tensor) -> None:
+        """Store the gradients of vectors (V, ...) by one backward pass, mapped over the vectors."""
+
+        def of_vector(vector: Tensor) -> list[Tensor]:
+            backward([vector])
+            # Tensors of a mapped function exist only within it, unless it returns them.
+            keys[:] = self._by_use
+            return [self._by_use.pop(key)[0] for key in keys]
+
+        keys: list[tuple[TrackedLayer, Use]] = []
+        gradients = torch.vmap(of_vector)(vectors)
+        self._stacked = {k: b.movedim(0, 2) for k, b in zip(keys, gradients, strict=True)}
+
     def take(self) -> Iterator[LayerUse]:
         """Yield the uses with gradients (M, R, V, d_out), each dropped before the next one."""
+        while self._stacked:
+            (tracked, use), rows = self._stacked.popitem()
+            yield tracked, use, rows
         while self._by_use:
             (tracked, use), of_use = self._by_use.popitem()
             # A vector that does not reach this use has the gradient zero there.

@@ -22,18 +22,26 @@ network with it.
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kfac_backend.covariance.contraction import LARGEST_PRODUCT, covariance_part, variances_part
+from kfac_backend.covariance.contraction import (
+    LARGEST_PRODUCT,
+    LayerBasis,
+    covariance_part,
+    layer_part,
+    variances_part,
+)
 from kfac_backend.covariance.gradients import (
     HeldGradients,
     LayerGradients,
+    LayerUse,
     ParameterGradients,
     PosteriorPrecision,
 )
@@ -43,6 +51,7 @@ from kfac_backend.engine.factor_sums import total_memory
 from kfac_backend.engine.model_calls import (
     BatchTrial,
     call_with,
+    has_known_code,
     in_channels_last,
     plain_attention,
     preserve_state,
@@ -50,8 +59,8 @@ from kfac_backend.engine.model_calls import (
 )
 from kfac_backend.engine.operations.example_gradients import gradients_of_examples
 from kfac_backend.engine.proof import Proof
-from kfac_backend.engine.rule_assignment import assignment_of_blocks
-from kfac_backend.layers import ExampleGradients
+from kfac_backend.engine.rule_assignment import TrackedLayer, assignment_of_blocks
+from kfac_backend.layers import ExampleGradients, WeightSharingRule
 from kfac_backend.precision import at_least_float32, full_float32
 from kfac_backend.sharding import check_whole
 
@@ -61,6 +70,9 @@ GPU_SHARE = 8
 """Share of a GPU's memory for gradients, as 1/8; with few examples at once it would be idle."""
 PRODUCTS = 8
 """Bytes of a layer's inputs and gradients at once, as a multiple of a product's bytes."""
+AT_ONCE = 2**11
+"""Maximum number of entries of a vector's gradients, per vector up to 32, for a backward pass with
+all vectors at once. Above it, passes with one vector are faster on a CPU."""
 
 
 class _Sizes(NamedTuple):
@@ -71,6 +83,8 @@ class _Sizes(NamedTuple):
     part: int | None
     """Pairs in one forward pass; None keeps batches whole."""
     channels_last: bool
+    entries: int
+    """Number of entries of a pair's gradients at the outputs of all layers, of one vector."""
 
 
 class _Part(NamedTuple):
@@ -127,7 +141,9 @@ class OutputCovariance:
         self._memory = memory or default_memory(self._device)
         largest = LARGEST_PRODUCT.get(self._device.type, LARGEST_PRODUCT["cuda"])
         self._product_bytes = max(1, min(largest, self._memory // (2 * PRODUCTS)))
+        self._no_shift = torch.zeros(1, device=self._device)
         self._sizes: dict[Any, _Sizes] = {}
+        self._bases: dict[TrackedLayer, LayerBasis | None] = {}
 
     def __call__(
         self,
@@ -159,7 +175,7 @@ class OutputCovariance:
         """
         shifts = added
         if variance_only and added is None:
-            shifts = torch.zeros(1, device=self._device)
+            shifts = self._no_shift
         with self._preserved_model():
             x = detached(x, self._device)
             check_not_empty(x)
@@ -196,6 +212,12 @@ class OutputCovariance:
         if key not in self._sizes:
             self._sizes[key] = self._measure(x, key[1])
         sizes = self._sizes[key]
+        N = num_examples(x)
+        if positions is None and classes is None and N and len(sizes.output) == 1:
+            if sizes.part is None or N <= sizes.part:  # the usual case: one part, and all outputs
+                all_of_them = torch.arange(N, device=self._device)
+                part = _Part(x, torch.zeros_like(all_of_them), None, all_of_them)
+                return self._part(part, None, sizes, added=added)
         mask = self._mask(x, sizes, positions)
         M = int(mask.sum())
         shape = tuple(mask.shape) if positions is None else (M,)
@@ -277,6 +299,7 @@ class OutputCovariance:
                     "since the fit. Restore them, or fit again, which names the cause."
                 )
         self._gradients = LayerGradients(self._proof.assignment, self._precision)
+        self._bases.clear()
         self._sizes.clear()  # the proof may have found other rules and runs
 
     def _measure(self, x: Any, K: int | None) -> _Sizes:
@@ -294,7 +317,9 @@ class OutputCovariance:
         of_pair = (measured.nbytes * (K or f.shape[-1]) + f.nbytes) // len(f)
         room = self._memory - (PRODUCTS + 2) * self._product_bytes
         part = max(1, room // max(1, of_pair))
-        return _Sizes(f.shape[1:], part if batch.can_split else None, batch.channels_last)
+        entries = measured.nbytes // f.element_size() // len(f)
+        part = part if batch.can_split else None
+        return _Sizes(f.shape[1:], part, batch.channels_last, entries)
 
     def _mask(self, x: Any, sizes: _Sizes, positions: Tensor | None) -> Tensor:
         """Return the mask of the requested positions: (N,) for outputs (N, C), else (N, ...)."""
@@ -348,18 +373,15 @@ class OutputCovariance:
         return outputs (M, K) and the covariances (T, q·K, q·K) of M = T·q examples.
         """
         sink = HeldGradients(self._gradients, differentiable=differentiable)
+        # Torch can map the backward pass of known code over vectors, even if examples mix. Hooks of
+        # the capture come later.
+        is_known = q is None and has_known_code(self._model)
         # Step 1: the forward pass, and one vector for each requested output. The vector is one at
         # that output of all pairs at once: examples do not mix, so each pair gets its own
         # gradients.
         with self._capture(sink, sizes is not None and sizes.channels_last) as capture:
             f = capture.forward(part.x)
-            self._check_output(f, part.x)
-            if sizes is not None and f.shape[1:] != sizes.output:
-                raise _OtherOutputsError(
-                    f"The outputs have shape {tuple(f.shape[1:])} for an example, but had shape "
-                    f"{tuple(sizes.output)} for others of the same shape. Covariances need outputs "
-                    "whose shape depends on the shape of the inputs alone."
-                )
+            self._check_output(f, part.x, sizes)
             if q is not None and f.dim() != 2:
                 raise NotImplementedError(
                     f"The model returned shape {tuple(f.shape)} for {len(f)} inputs. Joint "
@@ -372,14 +394,14 @@ class OutputCovariance:
             K = columns.shape[1]
             sink.num_examples = M
 
-            def vectors() -> Iterator[Tensor]:
-                for column in columns.T:
-                    vector = torch.zeros_like(f, memory_format=torch.contiguous_format)
-                    vector.view(M, -1, f.shape[-1])[index, part.positions, column] = 1
-                    yield vector
-
+            is_small = sizes is not None and M * sizes.entries <= AT_ONCE * min(K, 32)
             with torch.autocast(f.device.type, enabled=False):
-                capture.backward(f, vectors())
+                if is_known and is_small and K > 1 and f.requires_grad:
+                    vectors = _unit_vectors(f, part.positions, columns)
+                    sink.store_at_once(partial(capture.backward, f), vectors)
+                else:
+                    each = columns.split(1, 1)
+                    capture.backward(f, (_unit_vectors(f, part.positions, c)[0] for c in each))
         # Step 2: contract the gradients, layer by layer. Each layer's gradients are dropped before
         # the next layer's are rotated.
         f = f if differentiable else f.detach()  # frees the graph before the products
@@ -389,9 +411,57 @@ class OutputCovariance:
         shape = shape if added is None else (M, K, len(added))
         covariance = at_least_float32(result.detach()).new_zeros(shape)
         with torch.autocast(f.device.type, enabled=False), torch.set_grad_enabled(differentiable):
-            for subset, gradients in self._gradients_of(sink, part, f, columns, q):
+            uses = sink.take()
+            if q is None and (added is None or added is self._no_shift):
+                uses = self._add_layers(uses, sink.uses, covariance, added is not None)
+            for subset, gradients in self._gradients_of(uses, sink, part, f, columns, q):
                 covariance[subset] += self._contracted(gradients, added, q or 1)
         return result, covariance
+
+    def _add_layers(
+        self,
+        layer_uses: Iterator[LayerUse],
+        uses: Mapping[TrackedLayer, int],
+        covariance: Tensor,
+        variance_only: bool,
+    ) -> Iterator[LayerUse]:
+        """Add the parts of layers in place to which `layer_part` applies; yield all other uses."""
+        for tracked, use, rows in layer_uses:
+            basis, (N, R, K, d_out) = self._basis(tracked), rows.shape
+            if basis is not None and uses[tracked] == 1 and use.rows is None:
+                d_in, itemsize = len(basis.Q_A), basis.Q_B.element_size()
+                # The general method splits products, and inputs and gradients, of more bytes.
+                fits = R == 1 or N * K * d_in * d_out * itemsize <= self._product_bytes
+                nbytes = 2 * N * R * (d_in + K * d_out) * itemsize
+                if fits and nbytes <= PRODUCTS * self._product_bytes:
+                    a = self._gradients.rules[tracked].inputs(use.a)[0]  # pyright: ignore
+                    covariance += layer_part(a, rows, basis, variance_only=variance_only)
+                    continue
+            yield tracked, use, rows
+
+    def _basis(self, tracked: TrackedLayer) -> LayerBasis | None:
+        """Return the basis of a layer for `layer_part`; None if the general method is needed.
+
+        The layer needs a weight B ⊗ A of its own, and a bias, if any, with the same eigenvectors.
+        """
+        if tracked not in self._bases:
+            rule, basis = self._gradients.rules[tracked], None
+            blocks = {local: self._precision[name] for local, name in tracked.parameters.items()}
+            bias = blocks.get("bias")
+            if (
+                isinstance(rule, WeightSharingRule)
+                and rule.same_gradients
+                and not (rule.transposed or tracked.slots or self._gradients.is_tied(tracked))
+                and "weight" in blocks
+            ):
+                block, s = blocks["weight"]
+                Q_B, Q_A = block.Q_B, block.Q_A
+                is_shared = bias is None or torch.equal(bias[0].Q_B, Q_B)
+                if Q_A is not None and Q_B.dim() == Q_A.dim() == 2 and is_shared:
+                    of_bias = None if bias is None else bias[1].flatten().reciprocal()
+                    basis = LayerBasis(Q_B, Q_A, s.reciprocal(), of_bias)
+            self._bases[tracked] = basis
+        return self._bases[tracked]
 
     def _contracted(self, gradients: ParameterGradients, added: Tensor | None, q: int) -> Tensor:
         """Return one parameter's part of the covariances, or with ``added`` of the variances."""
@@ -401,6 +471,7 @@ class OutputCovariance:
 
     def _gradients_of(
         self,
+        uses: Iterator[LayerUse],
         sink: HeldGradients,
         part: _Part,
         f: Tensor,
@@ -411,7 +482,7 @@ class OutputCovariance:
         K = columns.shape[1]
         # Some examples at a time, unless they belong together.
         most_bytes = PRODUCTS * self._product_bytes if q is None else None
-        yield from self._gradients.by_parameter(sink.take(), sink.uses, most_bytes)
+        yield from self._gradients.by_parameter(uses, sink.uses, most_bytes)
         names, index = self._proof.assignment.diagonal, torch.arange(K, device=f.device)
         if not names:
             return
@@ -446,13 +517,28 @@ class OutputCovariance:
         constants = in_channels_last(self._model) if channels_last else None
         return Capture(self._model, self._proof.assignment, sink, constants=constants)
 
-    def _check_output(self, f: Tensor, x: Any) -> None:
+    def _check_output(self, f: Tensor, x: Any, sizes: _Sizes | None = None) -> None:
         N = num_examples(x)
         if f.dim() < 2 or (N is not None and len(f) != N):
             raise NotImplementedError(
                 f"The model returned shape {tuple(f.shape)} for {N} examples. Covariances need "
                 "outputs (N, C), or (N, ..., C) with several positions."
             )
+        if sizes is not None and f.shape[1:] != sizes.output:
+            raise _OtherOutputsError(
+                f"The outputs have shape {tuple(f.shape[1:])} for an example, but had shape "
+                f"{tuple(sizes.output)} for others of the same shape. Covariances need outputs "
+                "whose shape depends on the shape of the inputs alone."
+            )
+
+
+def _unit_vectors(f: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+    """Return k vectors (k, *f.shape) that are 1 at each pair's position and column, (M, k)."""
+    M, k = columns.shape
+    unit = torch.zeros(k, *f.shape, dtype=f.dtype, device=f.device)
+    number, pair = (torch.arange(n, device=f.device) for n in (k, M))
+    unit.view(k, M, -1, f.shape[-1])[number[:, None], pair, positions, columns.T] = 1
+    return unit
 
 
 def default_memory(device: torch.device) -> int:

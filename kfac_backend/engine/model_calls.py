@@ -148,57 +148,57 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def call_with(
-    model: nn.Module, parameters: dict[str, Tensor] | None, x: Any, labels: Tensor | None = None
+    model: nn.Module,
+    parameters: Mapping[str, Tensor] | None,
+    x: Any,
+    labels: Tensor | None = None,
+    places: list[Any] | None = None,
 ) -> Any:
     """Return the model's output at x with these parameters; all others are constants.
 
-    The model gets a copy of the input, because a forward may change it in place. A mapping is the
-    model's single argument, unless its forward names the mapping's keys, like models of Hugging
-    Face. If the output has ``logits``, these are returned. The model's own parameters are not
-    written. With ``labels`` the model also gets the labels, and its whole output is returned.
-    ``parameters`` may be None for known code without gradients. Nothing is then replaced.
+    The model gets a copy of the input, which a forward may change in place. A mapping is the single
+    argument, unless the forward names its keys. If the output has ``logits``, these are returned.
+    With ``labels`` the model gets them, too, and its whole output is returned. ``parameters`` None
+    replaces nothing. Calls in `uncompiled` may share ``places``, a list that the first call fills.
 
     Raises:
-        TypeError: an output that is not a tensor of real numbers; inputs in another dtype than the
-            parameters, which the model does not convert.
+        TypeError: an output that is no tensor of real numbers; inputs in an unsupported dtype.
     """
     args, kwargs = ((x.clone(),), {}) if isinstance(x, Tensor) else arguments(model, copied(x))
     if labels is not None and args and isinstance(args[0], Mapping):
         args = ({**args[0], "labels": labels.clone()},)
     elif labels is not None:
         kwargs["labels"] = labels.clone()
-    values: dict[int, Tensor] = {}  # maps a parameter's id to its replacement
-    places: list[tuple[str, dict[str, Any], str, Tensor, Tensor]] = []  # each with its replacement
-    whole = whole_parameters(model)  # empty unless the model is sharded
+    whole, is_prepared, given = whole_parameters(model), bool(places), parameters or {}
+    places, firsts = [] if places is None else places, dict[int, tuple[str, Tensor]]()
     # Replace all parameters, under each of their names, so that nothing is written into the model.
-    for prefix, module in () if parameters is None else model.named_modules():
+    for prefix, module in () if parameters is None or is_prepared else model.named_modules():
         start, tensors = f"{prefix}." if prefix else "", module._parameters
         for local, p in tensors.items():
             if p is not None:
                 p = whole.get(start + local, p)
-                if id(p) not in values:
-                    values[id(p)] = (parameters or {}).get(start + local, p.detach())
-                places.append((start + local, tensors, local, p, values[id(p)]))
+                first, value = firsts.setdefault(id(p), (start + local, p.detach()))
+                places.append((start + local, tensors, local, p, first, value))
         # Copy buffers that may change, such as running statistics.
         for local, b in module._buffers.items() if module.training else ():
             if b is not None:
-                places.append((start + local, module._buffers, local, b, b.clone()))
-    state = {name: value for name, *_, value in places}
-    is_plain = all(isinstance(tensors, dict) for _, tensors, *_ in places)  # not TorchScript's
+                places.append((start + local, module._buffers, local, b, "", b.clone()))
+    is_plain = all(isinstance(place[1], dict) for place in places)  # not TorchScript's
     try:
-        with uncompiled(), substituted(model, state) if whole else nullcontext():
-            if whole:
-                output = model(*args, **kwargs)
-            elif is_plain and not isinstance(model, nn.DataParallel):
+        with nullcontext() if is_prepared else uncompiled():
+            if is_plain and not whole and not isinstance(model, nn.DataParallel):
                 try:
-                    for _, tensors, local, _, value in places:
-                        tensors[local] = value
+                    for _, tensors, local, _, first, value in places:
+                        tensors[local] = given.get(first, value)
                     output = model(*args, **kwargs)
                 finally:
-                    for _, tensors, local, former, _ in places:
+                    for _, tensors, local, former, *_ in places:
                         tensors[local] = former
             else:  # slower; its own tie_weights drops parameters (pytorch issue 164759)
-                output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
+                state: Any = {name: given.get(first, value) for name, *_, first, value in places}
+                call = partial(torch.func.functional_call, model, state, tie_weights=False)
+                with substituted(model, state) if whole else nullcontext():
+                    output = model(*args, **kwargs) if whole else call(args, kwargs)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if not isinstance(error, UnexpectedRun):
             explain(model, (*args, kwargs), error)
@@ -226,8 +226,16 @@ def call_with_each(
     if at_once > 1 and has_known_code(model):
         run = partial(call_with, model, x=x)
         return torch.vmap(run, chunk_size=at_once)(dict(parameters)).contiguous()
-    samples = ({name: values[s] for name, values in parameters.items()} for s in range(S))
-    return torch.stack([call_with(model, sample, x) for sample in samples])
+    samples = zip(*(values.unbind() for values in parameters.values()), strict=True)
+    # In train mode buffers are copied for each call, so search their places again.
+    in_training = any(module.training for module in model.modules())
+    places: list[Any] | None = None if in_training else []
+    outputs = []
+    with uncompiled():
+        for sample in samples:
+            by_name = dict(zip(parameters, sample, strict=True))
+            outputs.append(call_with(model, by_name, x, places=places))
+    return torch.stack(outputs)
 
 
 def has_known_code(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ are the layer's.
 
 import threading
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -20,11 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfac_backend.engine.model_calls
 import marglik.laplace
-from kfac_backend.covariance import last_layer
+from kfac_backend.covariance import last_layer, output_covariance
+from kfac_backend.covariance.gradients import HeldGradients
 from kfac_backend.covariance.last_layer import LastLayerCovariance
+from kfac_backend.covariance.output_covariance import OutputCovariance
 from kfac_backend.engine.model_calls import call_with, call_with_each
 from marglik import KronLaplace, Laplace, Posterior, PredictiveConfig, laplace_predictive
 from marglik.models import MLP, LeNet, Standardised
+from tests.kfac_backend.covariance.posteriors import brute_force
+from tests.kfac_backend.covariance.posteriors import posterior as factors_posterior
 from tests.marglik.posteriors import data, network
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -636,6 +641,21 @@ def test_changed_models_run_at_one_value_of_the_weights_after_the_other(change, 
     assert not calls
 
 
+def test_an_error_in_own_code_restores_the_parameters():
+    calls = []
+
+    def fail_at_last(model, x):
+        calls.append(model.layer.weight)
+        return model.layer(x) if len(calls) < 3 else 1 / 0
+
+    model = Odd(fail_at_last).eval()
+    before = dict(model.named_parameters())
+    with pytest.raises(ZeroDivisionError):
+        call_with_each(model, at_three_weights(model), X)
+    assert len(calls) == 3 and (calls[0] - calls[1]).norm() > 0.01
+    assert all(p is before[n] for n, p in model.named_parameters())
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_outputs_of_sampled_networks_and_their_gradient(last):
     x, y = data()
@@ -653,6 +673,104 @@ def test_outputs_of_sampled_networks_and_their_gradient(last):
     (g,) = torch.autograd.grad(found.sum(), x)
     assert g.norm() > 0
     assert (found[0] - found[1]).norm() > 0.1 * found[0].norm()
+
+
+# All layers
+
+
+@contextmanager
+def counted_layers(monkeypatch):
+    """The layers of which weight and bias are contracted together."""
+    layers, original = [], output_covariance.layer_part
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            output_covariance,
+            "layer_part",
+            lambda *a, **k: layers.append(a) or original(*a, **k),
+        )
+        yield layers
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_vectors_of_known_layers_at_once_give_the_dense_covariance(name, monkeypatch, recwarn):
+    model, x = layers_of(name)
+    if name == "lenet":  # of fewer features, or its dense blocks would take gigabytes
+        model[0].fc1, model[0].fc2 = nn.Linear(16, 6), nn.Linear(6, 4)
+        model[0].fc3 = nn.Linear(4, 3)
+        model.double().eval()
+    blocks, dense = factors_posterior(model, x)
+    expected = brute_force(model, x, dense)
+    covariance = OutputCovariance(model, blocks)
+    for n in (1, 3):
+        with counted_vmaps(monkeypatch) as calls, counted_layers(monkeypatch) as layers:
+            f, found = covariance(x[:n])
+            variance = covariance(x[:n], variance_only=True)[1]
+        assert len(calls) == 2 and layers
+        assert_close(f, model(x[:n]).detach())
+        assert_close(found, expected[:n], rtol=1e-10, atol=1e-12)
+        assert_close(variance, found.diagonal(dim1=1, dim2=2), rtol=1e-10, atol=1e-12)
+        with monkeypatch.context() as patch, counted_vmaps(monkeypatch) as calls:
+            patch.setattr(output_covariance, "AT_ONCE", 0)  # vectors are too large
+            assert_close(covariance(x[:n])[1], found, rtol=1e-10, atol=1e-12)
+            assert not calls
+    assert not [w for w in recwarn if "performance drop" in str(w.message)]  # torch has its rule
+    # Negative control: gradients of the other outputs.
+    original = HeldGradients.store_at_once
+    flipped = lambda sink, backward, vectors: original(sink, backward, vectors.flip(0))  # noqa: E731
+    monkeypatch.setattr(HeldGradients, "store_at_once", flipped)
+    assert (covariance(x)[1] - expected).norm() > 1e-3 * expected.norm()
+
+
+def branch_in_hook(x):
+    y = x.tanh()
+    if y.requires_grad:
+        y.register_hook(lambda g: g.clone() if g.sum() > 0 else g)
+    return y
+
+
+UNKNOWN_CODE = {
+    "subclass": lambda model: model.insert(1, OwnLinear(3, 3).double()),
+    "hook": lambda model: model[0].register_forward_hook(lambda *_: None),
+    "pre-hook": lambda model: model[0].register_forward_pre_hook(lambda *_: None),
+    "own forward": lambda model: setattr(model[1], "forward", torch.tanh),
+    "branch in a hook": lambda model: setattr(model[1], "forward", branch_in_hook),
+}
+
+
+@pytest.mark.parametrize("change", UNKNOWN_CODE)
+def test_vectors_of_unknown_code_are_propagated_one_after_the_other(change, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double().eval()
+    before = OutputCovariance(model, factors_posterior(model, X)[0])
+    with counted_vmaps(monkeypatch) as calls:
+        before(X[:1])
+        assert calls  # without the change
+    UNKNOWN_CODE[change](model)
+    covariance = OutputCovariance(model, factors_posterior(model, X)[0])
+    for n in (1, 8):
+        with counted_vmaps(monkeypatch) as calls:
+            found = covariance(X[:n])
+        assert not calls
+    if change == "branch in a hook":  # negative control: torch cannot map its backward pass
+        monkeypatch.setattr(output_covariance, "has_known_code", lambda model: True)
+        with pytest.raises(RuntimeError, match="vmap"):
+            covariance(X)
+        model[1].forward = torch.tanh  # without the hook, for the oracle
+    expected = brute_force(model, X, factors_posterior(model, X)[1])
+    assert_close(found[1], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_bias_with_other_eigenvectors_is_contracted_alone(monkeypatch):
+    model, x = layers_of("mlp")
+    blocks, _ = factors_posterior(model, x)
+    (name, (block, spectrum)) = next(item for item in blocks.items() if "bias" in item[0])
+    same = OutputCovariance(model, blocks)(x)[1]
+    other = replace(block, Q_B=block.Q_B.flip(-1))  # of the same values, in another order
+    changed = OutputCovariance(model, {**blocks, name: (other, spectrum.flip(-2))})
+    assert_close(changed(x)[1], same, rtol=1e-10, atol=1e-12)
+    # Negative control: the weight's eigenvectors with the bias's own eigenvalues.
+    wrong = OutputCovariance(model, {**blocks, name: (block, spectrum.flip(-2))})
+    assert (wrong(x)[1] - same).norm() > 1e-3 * same.norm()
 
 
 # The prior
