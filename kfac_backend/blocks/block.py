@@ -497,14 +497,17 @@ class EigenBlock:
         V = (V.mT @ self.Q_B).mT
         return V if self.Q_A is None else V @ self.Q_A
 
+    def rotate_back(self, v: Tensor) -> Tensor:
+        """Return Q v for vectors v (..., P) in the eigenbasis."""
+        V = v.reshape(*v.shape[:-1], *self.spectrum_shape)
+        V = (V.mT @ self.Q_B.mT).mT
+        return (V if self.Q_A is None else V @ self.Q_A.mT).reshape(v.shape)
+
     def power_matvec(self, v: Tensor, spectrum: Tensor, exponent: float) -> Tensor:
         """Return Q diag(spectrum ** exponent) Qᵀ v for vectors v (..., P), with Q = Q_B ⊗ Q_A."""
         # Take the power entry by entry in the eigenbasis, and transform back.
         V = self.rotate(v) * spectrum.pow(exponent)
-        V = (V.mT @ self.Q_B.mT).mT
-        if self.Q_A is not None:
-            V = V @ self.Q_A.mT
-        return V.reshape(v.shape)
+        return self.rotate_back(V.reshape(v.shape))
 
     def diagonal(self, spectrum: Tensor, exponent: float = 1.0) -> Tensor:
         """Return the diagonal (P,) of Q diag(spectrum ** exponent) Qᵀ."""

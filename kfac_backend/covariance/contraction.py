@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kfac_backend.blocks.block import EigenBlock
 from kfac_backend.covariance.gradients import ParameterGradients
+from kfac_backend.layers import ExampleGradients
 
 LARGEST_PRODUCT = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 """Bytes of G̃ to compute at once: few enough for a CPU's cache, and enough to keep a GPU busy."""
@@ -186,6 +187,19 @@ def add_second_moments(gradients: ParameterGradients, product_bytes: int) -> Non
         return
     for _, g, rows, part in _in_basis(b, a, Q_B, Q_A, 1, product_bytes):
         moments[g, rows] += part.square_().sum((0, 1))
+
+
+def in_basis(gradients: ParameterGradients) -> ParameterGradients:
+    """Return the gradients Qᵀ g, with the inputs and output gradients of each use in the basis."""
+    uses, block = list[tuple[ExampleGradients, bool]](), gradients.block
+    for (b, a), transposed in gradients.uses:
+        if a is None or block.Q_A is None:
+            b, a = _without_input(b, block)[None, :, None], None
+        else:
+            Q_B, Q_A, _ = bases(block, gradients.spectrum, transposed)
+            b, a = rotated(b, Q_B), rotated(a, Q_A)
+        uses.append((ExampleGradients(b, a), transposed))
+    return gradients._replace(uses=uses)
 
 
 def bases(
