@@ -167,7 +167,7 @@ def end_of_epoch(problem: Problem, state: LearnerState, epoch: int) -> dict[str,
         # again.
         if problem.learns_label_noise and state.likelihood.parameters["noise"].item() > 0:
             return {}
-        is_due = schedule.is_due_within(epoch) and not decay_policy.skips_update(state)
+        is_due = schedule.is_due_within(epoch) and not decay_policy.skips_update(problem, state)
         if not is_due and not has_new_rate(problem, state):
             return {}
         return update(problem, state)

@@ -19,7 +19,7 @@ from marglik.posterior.posterior import Posterior
 from marglik.posterior.prior import precision_to_weight_decay, weight_decay_to_precision
 from marglik.training.options import WEIGHT_DECAY
 from marglik.training.problem import Part, Problem
-from marglik.training.samples import examples_for_gamma
+from marglik.training.samples import examples_for_gamma, is_too_large
 from marglik.training.state import LearnerState
 
 _logger = logging.getLogger(__name__)
@@ -244,10 +244,12 @@ def look_at_update(problem: Problem, state: LearnerState, before: Tensor) -> Non
     warn_of_late_fit(problem, state)
 
 
-def skips_update(state: LearnerState) -> bool:
-    """Return whether to skip a due update because weight decays have converged; count it."""
-    measures = state.measures
-    if measures.left_out >= measures.rest:
+def skips_update(problem: Problem, state: LearnerState) -> bool:
+    """Return whether to skip a due update, see ``rest``; count it."""
+    measures, options = state.measures, problem.options
+    may_wait = options.policy.rest is not None and options.schedule.every is None
+    waits = may_wait and is_too_large(problem, state)
+    if measures.left_out >= measures.rest and not waits:
         return False
     measures.left_out, measures.all_left_out = measures.left_out + 1, measures.all_left_out + 1
     return True

@@ -302,7 +302,8 @@ def test_updates_rest_once_decays_have_settled_and_go_on_when_they_move():
         assert after in (1, 2 if gap == 1 else 2 * gap - 1)
     measures = prior.state.measures
     measures.rest, measures.left_out = 2, 0
-    assert [skips_update(prior.state) for _ in range(4)] == [True, True, False, False]
+    skips = [skips_update(prior.problem, prior.state) for _ in range(4)]
+    assert skips == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

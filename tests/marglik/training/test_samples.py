@@ -14,6 +14,7 @@ from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
 from marglik.loaders import EpochBatches, own_iteration
 from marglik.training.algorithm import end_of_epoch, finish
+from marglik.training.decay_policy import skips_update
 from marglik.training.samples import curvature_plan, examples_for_gamma, sample_size, sampled
 
 ALONE = Ranks(None)
@@ -246,6 +247,46 @@ def test_samples_grow_where_gamma_comes_near_what_their_rows_can_show():
     # There are no more than N examples.
     prior.state.measures.examples_for_gamma = 10**6
     assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == len(x)
+    prior.detach()
+
+
+@pytest.mark.parametrize("rule", [{}, {"rest": None}, {"every": 1}, {"curvature_from": "pass"}])
+def test_an_update_that_needs_a_large_sample_waits_for_more_steps(rule):
+    """400 examples take a tenth of an epoch's time. 1,001 wait for two epochs, 1,000 for one."""
+    model, x, y = nn.Linear(4, 3), torch.randn(4_000, 4), torch.arange(4_000) % 3
+    prior = PriorLearner("classification", **rule)
+    loader = DataLoader(TensorDataset(x, y), 100)
+    prior.start(model, torch.optim.SGD(model.parameters(), 0.1), loader, 20)
+    problem, state = prior.problem, prior.state
+    state.steps_at_update, found = 400, []
+    for needed in (0, 1_000, 1_001, 2_001, 5_000):
+        state.measures.examples_for_gamma = needed
+        for epoch in (11, 12):  # one epoch after the last update, and two
+            state.epoch, state.steps = epoch, [40 * epoch]
+            found.append(skips_update(problem, state))
+    waits = [False, False, False, False, True, False, True, True, True, True]
+    assert found == (waits if not rule else [False] * 10)
+    # As many steps must follow.
+    state.measures.examples_for_gamma, state.epoch, state.steps = 1_001, 19, [760]
+    assert skips_update(problem, state) == (not rule)
+    # Skipped updates do not make the next sample larger.
+    state.measures.examples_for_gamma = 0
+    size = curvature_plan(problem, state, is_last=False).num_examples
+    assert size == (4_000 if "curvature_from" in rule else 400)
+    prior.detach()
+
+
+@pytest.mark.parametrize(("updates", "size"), [(4, 1_200), (40, 400)])
+def test_samples_of_the_usual_size_never_wait(updates, size):
+    """Of five epochs exact passes (two vectors) take a tenth, of one epoch estimates do."""
+    model, x, y = nn.Linear(4, 3), torch.randn(4_000, 4), torch.arange(4_000) % 3
+    prior = PriorLearner("classification", updates=updates)
+    loader = DataLoader(TensorDataset(x, y), 100)
+    prior.start(model, torch.optim.SGD(model.parameters(), 0.1), loader, 20)
+    problem, state = prior.problem, prior.state
+    state.steps_at_update, state.epoch, state.steps = 400, 19, [760]
+    assert curvature_plan(problem, state, is_last=False).num_examples == size
+    assert not skips_update(problem, state)
     prior.detach()
 
 
