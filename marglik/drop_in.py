@@ -94,7 +94,8 @@ def marglik_training(
         optimizer_cls: class of the network's optimiser.
         optimizer_kwargs: keywords of the optimiser. A weight decay is set to 0 with a warning.
         scheduler_cls: class of a learning-rate schedule, stepped after every batch. None keeps the
-            learning rate constant; the average then removes the noise of the steps.
+            learning rate constant; the average then removes the noise of the steps. For a
+            regression with little noise the rate falls at the end, see `OnlineTraining`.
         scheduler_kwargs: keywords of the schedule.
         n_epochs: number of epochs.
         lr_hyp: Adam's step size on the log hyperparameters.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR
 
 from experiments.data.uci import UCI
 from experiments.studies import Result, grouped, markdown, mean_with_error, standard_error, study
@@ -94,7 +94,9 @@ def learned(
     loader = training.batches(data, seed)
     optimizer = torch.optim.Adam(model.parameters(), training.lr)
     epochs = math.ceil(training.steps / len(loader))
-    schedule = CosineAnnealingLR(optimizer, epochs * len(loader)) if cosine else None
+    # Not None, with which the rate may fall, see `experiments.uci.falling_rate`.
+    constant = ConstantLR(optimizer, 1.0)
+    schedule = CosineAnnealingLR(optimizer, epochs * len(loader)) if cosine else constant
     learner = PriorLearner(likelihood, epochs=epochs)
     OnlineTraining(model, optimizer, loader, learner, scheduler=schedule).run()
     assert learner.posterior is not None

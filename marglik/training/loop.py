@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, PolynomialLR
 from torch.utils.data import DistributedSampler
 from tqdm.auto import tqdm
 
@@ -65,6 +65,7 @@ from marglik.prediction.verdict import verdict
 from marglik.random_state import own_random_numbers, random_state, set_random_state
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
+from marglik.training.average import LARGEST_NOISE, noise_of_steps
 from marglik.training.learner import PriorLearner
 
 if TYPE_CHECKING:
@@ -138,8 +139,10 @@ class OnlineTraining:
         train_loader: batches (x, y), or mappings, for the network's steps.
         learner: the learner of the weight decays, with likelihood and targets; not started, with
             the number of epochs in its schedule.
-        scheduler: the optimiser's learning-rate schedule, stepped after every batch; None keeps the
-            rate constant.
+        scheduler: the optimiser's learning-rate schedule, stepped after every batch. None keeps the
+            rate constant, with one exception: for a regression whose targets have little noise, the
+            rate falls linearly to zero in the last third of the epochs, see
+            `marglik.training.average`.
         curvature_loader: data of the curvature pass; None uses the training loader.
         held_out: held-out batches, for classifiers: they correct the weight decays, and
             "noisy_classification" learns the share of wrong labels from them, see
@@ -229,6 +232,8 @@ class OnlineTraining:
         self.probabilities: TrainingProbabilities | None = None
         if keep_probabilities:
             self.probabilities = TrainingProbabilities(train_loader, learner.likelihood, self.ranks)
+        self._falls = False
+        """Whether the loop itself has created the schedule, because the rate falls."""
         self._epoch = 0
         """Number of epochs of network steps; an update may still have to follow the last."""
         self._records: list[Record] = []
@@ -306,6 +311,8 @@ class OnlineTraining:
                 data.
         """
         with own_random_numbers(self.ranks):
+            if self.scheduler is None:
+                self._let_rate_fall()
             record = self._take_steps(self._epoch + 1)
         self._epoch += 1
         self._report(record)
@@ -315,6 +322,31 @@ class OnlineTraining:
             self._epoch, self._epochs, record["loss"], accuracy, record["seconds"],
         )  # fmt: skip
         return record
+
+    def _let_rate_fall(self) -> None:
+        """Let the rate fall, if the last third of a regression begins after much noise."""
+        problem, state = self.learner.problem, self.learner.state
+        first_late = problem.options.schedule.num_early + 1
+        if self._epoch != first_late or not problem.averages:
+            return
+        # A member of an ensemble replays the σ that another network has learned.
+        has_learned = len({float(sigma) for _, sigma, _ in problem.replayed.values()}) > 1
+        if not (state.hyperparameters.learn_sigma_noise or has_learned):
+            return
+        losses = [record["loss"] for record in self._records if record["kind"] == "epoch"]
+        noise = noise_of_steps(problem, state, losses, self.train_loader)
+        self._falls = noise > LARGEST_NOISE
+        if self._falls:
+            _logger.info(
+                "the noise of the steps is %.2f nats per target: the learning rate falls to zero "
+                "in the last third of the epochs",
+                noise,
+            )
+            self.scheduler = self._falling_rate()
+
+    def _falling_rate(self) -> LRScheduler:
+        steps = self.learner.state.steps[-1] / self._epoch * (self._epochs - self._epoch)
+        return PolynomialLR(self.learner.problem.parts[0].optimizer, round(steps))
 
     def _take_steps(self, epoch: int) -> Record:
         start = time.perf_counter()
@@ -487,6 +519,7 @@ class OnlineTraining:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "falls": self._falls,
             "precision": self.fabric.strategy.precision.state_dict() if self.fabric else {},
             "learner": self.learner.state_dict(),
             # Usually the same on all ranks, see `own_random_numbers`.
@@ -503,11 +536,15 @@ class OnlineTraining:
             ValueError: the state belongs to another run, or lacks entries.
         """
         parts = "model", "optimizer", "scheduler", "precision", "learner", "probabilities"
-        check_keys("OnlineTraining", state, [*parts, "epoch", "random", "records", "seconds"])
+        others = "falls", "epoch", "random", "records", "seconds"
+        check_keys("OnlineTraining", state, [*parts, *others])
         self.learner.load_state_dict(state["learner"])
         self._start()  # start again, from this state
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
         self.model.load_state_dict(state["model"])
+        self._falls = state["falls"]
+        if self._falls:  # before the optimiser's state, because a schedule changes the rate
+            self.scheduler = self._falling_rate()
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])

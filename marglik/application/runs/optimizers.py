@@ -66,8 +66,9 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
     """Return the optimiser of the trainable parameters and its learning rate schedule.
 
-    The learning rate decreases along a cosine in ``num_steps`` steps. None keeps it constant, for a
-    training that averages the parameters. Likelihood, curvature and seed are for K-FAC.
+    The learning rate decreases along a cosine in ``num_steps`` steps. None leaves it to
+    `OnlineTraining`, for a training that averages the parameters. Likelihood, curvature and seed
+    are for K-FAC.
     """
     scalars, others = [], []
     for p in model.parameters():

@@ -47,6 +47,16 @@ CASES: dict[str, dict[str, Any]] = {
     "ranges": {"images": True, "augmented": True, "keep": "last"},
     "averaged": {"keep": "last", "average": "last", "epochs": 6, "norm": True},
     "the first is the best": {"scheduler": partial(LambdaLR, lr_lambda=lambda i: 1 + 30 * (i > 6))},
+    # With noise-free targets and large steps.
+    "a falling rate": {
+        "likelihood": "regression",
+        "keep": "last",
+        "average": "last",
+        "epochs": 6,
+        "dropout": 0.0,
+        "optimizer": partial(torch.optim.Adam, lr=0.3),
+        "scheduler": lambda optimizer: None,
+    },
     "no update": {"burn_in": 9, "curvature": {"fisher": "mc"}},
     "float16": {"float16": True},
     # Every update moves the decays by less: of those that are due, 1, 2, 4, ... are left out.

@@ -51,10 +51,11 @@ def test_interrupted_after_any_record(case, tmp_path):
     """Epochs 1, 2, update 2, epochs 3, 4, update 4: after each, and never, with SGD."""
     num_records = len(uninterrupted(case)["records"])
     expected = {"no update": 4, "averaged": 9, "noisy labels": 15, "rests": 12}
-    expected["corrected"] = 12
+    expected |= {"corrected": 12, "a falling rate": 9}
     assert num_records == expected.get(case, 6)
     stops = {"SGD": range(1, num_records + 2), "averaged": (5, num_records), "noisy labels": (12,)}
     stops["rests"] = (7,)  # in epoch 5, when one of two updates has been left out
+    stops["a falling rate"] = 7, 8  # before the first and the second epoch of the fall
     for stop in stops.get(case, (5,)):
         check(case, resumed(case, interrupted(case, stop), tmp_path / str(stop)))
 
@@ -63,6 +64,7 @@ def test_cases_are_what_they_are_called():
     assert uninterrupted("the first is the best")["evidence"][1] == 2
     assert uninterrupted("SGD")["evidence"][1] == 4
     assert uninterrupted("regression, MacKay")["laplace"][1] != 0.8
+    assert uninterrupted("a falling rate")["scheduler"]["total_iters"] == 2 * 3
     assert uninterrupted("float16")["precision"]["scale"] == 64.0 * 2**6
     assert uninterrupted("no update")["evidence"][2] == []
     assert "momentum_buffer" in uninterrupted("SGD")["optimizer"]["state"][0]
@@ -84,6 +86,7 @@ DROPPED = {
     "best so far": ("the first is the best", "learner", "best"),
     "average": ("averaged", "learner", "averages"),
     "records": ("SGD", "records"),
+    "whether the rate falls": ("a falling rate", "falls"),
     "Adam of the ranges": ("ranges", "learner", "ranges"),
     "evidences": ("SGD", "learner", "evidences_of_steps"),
 }
@@ -93,7 +96,7 @@ DROPPED = {
 def test_every_part_of_the_state_counts(dropped, tmp_path):
     """Negative control: a resume that forgets a part comes to something else."""
     case, *path, last = DROPPED[dropped]
-    whole = deepcopy(interrupted(case, 8 if case == "averaged" else 5))
+    whole = deepcopy(interrupted(case, {"averaged": 8, "a falling rate": 8}.get(case, 5)))
     state, fresh = whole, make(case, seed=77).state_dict()
     for key in path:
         state, fresh = state[key], fresh[key]

@@ -1,0 +1,139 @@
+"""The rate falls in the last third, if the noise of the steps exceeds a share of the targets'."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from marglik import OnlineTraining, PriorLearner
+from marglik.data import Batches
+from marglik.models import MLP
+from marglik.training.average import noise_of_steps
+
+EPOCHS, RATE = 9, 0.03
+
+
+def training(noise=1e-3, likelihood="regression", scheduler=None, epochs=EPOCHS, **options):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 3, generator=generator).double()
+    y = x[:, :1].sin() + noise * torch.randn(64, 1, generator=generator).double()
+    if likelihood == "classification":
+        y = (y[:, 0] > 0).long()
+    torch.manual_seed(0)
+    model = MLP(3, (20,), 2 if likelihood == "classification" else 1, "tanh").double()
+    optimizer = torch.optim.Adam(model.parameters(), RATE)
+    learner = PriorLearner(likelihood, epochs=epochs, **options)
+    loader = Batches(x, y, 16, shuffle=True, seed=0)
+    return OnlineTraining(
+        model, optimizer, loader, learner, scheduler=scheduler and scheduler(optimizer)
+    )
+
+
+def rates(run):
+    return [record["lr"] for record in run.run().records if record["kind"] == "epoch"]
+
+
+def test_the_rate_falls_to_zero_in_the_last_third():
+    found, steps = rates(training()), 3 * 4
+    assert found[:6] == [RATE] * 6
+    # The record has the rate after the epoch's steps.
+    expected = [RATE * (1 - 4 * epoch / steps) for epoch in (1, 2, 3)]
+    assert found[6:] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"noise": 3.0},
+        {"likelihood": "classification"},
+        {"average": None},
+        {"sigma_noise": 0.1, "learn_sigma_noise": False},
+        {"scheduler": partial(ConstantLR, factor=1.0)},
+        {"epochs": 1},
+    ],
+    ids=str,
+)
+def test_the_rate_stays_constant(options):
+    """With noisy targets, labels, no average, a known σ, or a schedule by the user."""
+    assert set(rates(training(**options))) == {RATE}
+
+
+def test_members_that_replay_the_noise_measure_it_too():
+    first = training()
+    first.run()
+    replayed = training()
+    loader = replayed.train_loader
+    optimizer = torch.optim.Adam(replayed.model.parameters(), RATE)
+    member = OnlineTraining(replayed.model, optimizer, loader, first.learner.replay())
+    assert rates(member)[-1] == pytest.approx(0.0, abs=1e-12)
+    fixed = training(sigma_noise=0.1, learn_sigma_noise=False)
+    fixed.run()
+    again = training(noise=1e-3)
+    optimizer = torch.optim.Adam(again.model.parameters(), RATE)
+    member = OnlineTraining(again.model, optimizer, again.train_loader, fixed.learner.replay())
+    assert set(rates(member)) == {RATE}
+
+
+def test_a_measurement_changes_nothing_by_itself():
+    """A training whose targets are noisy ends at the same bits as with a constant schedule."""
+    measured = training(noise=3.0)
+    constant = training(noise=3.0, scheduler=partial(ConstantLR, factor=1.0))
+    for run in (measured, constant):
+        run.run()
+    for a, b in zip(measured.model.parameters(), constant.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_noise_of_steps_is_what_the_average_removes():
+    """½ log(L/L̄) with L̄ at the average by hand; the latest parameters have another loss."""
+    run = training()
+    for _ in range(4):
+        run.train_epoch()
+    problem, state, model = run.learner.problem, run.learner.state, run.model
+    loss = 2.5e-2
+    noise = noise_of_steps(problem, state, [9.0, loss])
+    x, y = (torch.cat(parts) for parts in zip(*run.train_loader, strict=True))
+    latest = [p.detach().clone() for p in model.parameters()]
+
+    def expected():
+        with torch.no_grad():
+            return 0.5 * math.log(loss / (0.5 * (model(x) - y).square().mean().item()))
+
+    assert abs(expected() - noise) > 0.05  # at the latest parameters, which are restored
+    state.averages[0].include_latest()
+    state.averages[0].write()
+    assert noise == pytest.approx(expected(), rel=1e-12)
+    for p, q in zip(model.parameters(), latest, strict=True):
+        assert not torch.equal(p, q)
+
+
+def test_dropout_is_no_noise_of_steps():
+    """The average is evaluated in train mode: in eval mode its loss would be far lower."""
+    run = training()
+    for _ in range(6):
+        run.train_epoch()
+    ask = partial(noise_of_steps, run.learner.problem, run.learner.state, [1.0])
+    without = ask()
+    layers: Any = run.model.layers
+    layers.append(torch.nn.Dropout(0.5))
+    run.model.eval()
+    assert without - ask() > 1.0
+    assert not run.model.training
+
+
+def test_batches_of_a_loader_are_restored():
+    """The measurement draws from the loader, but later epochs have the same order."""
+    run = training(noise=3.0)
+    dataset = TensorDataset(torch.randn(32, 3).double(), torch.randn(32, 1).double())
+    loader = DataLoader(dataset, 8, shuffle=True)
+    run.train_epoch()
+    torch.manual_seed(3)
+    before = [x for x, _ in loader]
+    torch.manual_seed(3)
+    noise_of_steps(run.learner.problem, run.learner.state, [1.0], loader)
+    for a, (b, _) in zip(before, loader, strict=True):
+        assert torch.equal(a, b)
