@@ -115,9 +115,9 @@ def check_free(folder: Path, overwrite: bool = False, *, resume: bool = False) -
         )
     if not (overwrite or resume):
         can_resume = any((folder / CHECKPOINT).glob(f"*/{STATE}"))
-        resume = "--resume (of marglik train) to continue it, " if can_resume else ""
+        ways = "--resume (of marglik train) to continue it, " if can_resume else ""
         raise FileExistsError(
-            f"{folder} already contains a run ({present[0]}). Pass --overwrite, {resume}or another "
+            f"{folder} already contains a run ({present[0]}). Pass --overwrite, {ways}or another "
             "--output."
         )
 

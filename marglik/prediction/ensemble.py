@@ -108,7 +108,7 @@ class Ensemble:
         progress: bool = False,
         ranks: Ranks = Ranks(None),  # noqa: B008
     ) -> Calibration:
-        """Fit τ, or σ, to the lowest held-out NLL of the mixture; later predictions use it.
+        """Fit τ and ε of classes, or σ, to the lowest held-out NLL; later predictions use them.
 
         With few examples, a weak prior around τ = 1, or around ``sigma_noise``, has an effect, see
         `marglik.prediction.calibration`.
