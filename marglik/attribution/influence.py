@@ -165,6 +165,7 @@ def influence(
                     if isinstance(measurement, str)
                     else systems.sample(queries, measure),
                     "the options": f"{curvature} {blocks} {damping}",
+                    "the solver": "block conjugate gradients",
                 }
                 saved = ScoreStore(store, identity, train, posterior.options, ranks)
         left, scores = iter(each_batch(queries, "Query gradients", progress)), []

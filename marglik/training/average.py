@@ -169,6 +169,8 @@ def noise_of_steps(
     latest = losses[-max(1, round(epochs / 20)) :]
     loss, task = math.fsum(latest) / len(latest), Task(state.likelihood, problem.options.curvature)
     totals = torch.zeros(2, dtype=torch.float64)
+    # Calls in train mode change buffers, such as running statistics.
+    buffers = [(buffer, buffer.clone()) for buffer in problem.model.buffers()]
     with preserve_mode(problem.model), averaged(problem, state) as model:
         model.train()
         device = next(model.parameters()).device
@@ -183,6 +185,8 @@ def noise_of_steps(
                 f = logits_of(model(*args, **kwargs))
                 data_loss = loss_sum(f, task.targets(model, x, y), state.likelihood)
                 totals += torch.tensor([data_loss.item(), len(y)], dtype=torch.float64)
+    for buffer, before in buffers:
+        buffer.copy_(before)
     problem.ranks.sum_([totals])
     total, examples = totals.tolist()
     if not total:

@@ -533,11 +533,19 @@ class OnlineTraining:
         """Load a result of `state_dict`.
 
         Raises:
-            ValueError: the state belongs to another run, or lacks entries.
+            ValueError: the state belongs to another run, or lacks entries, or its learning rate
+                falls by itself although ``scheduler`` is given.
         """
         parts = "model", "optimizer", "scheduler", "precision", "learner", "probabilities"
         others = "falls", "epoch", "random", "records", "seconds"
         check_keys("OnlineTraining", state, [*parts, *others])
+        if self._falls:
+            self.scheduler = None
+        if state["falls"] and self.scheduler is not None:
+            raise ValueError(
+                "The saved run has no schedule of yours: OnlineTraining lets its learning rate "
+                "fall. To resume it, pass scheduler=None."
+            )
         self.learner.load_state_dict(state["learner"])
         self._start()  # start again, from this state
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []

@@ -160,8 +160,9 @@ class DecayPolicy:
             the groups, weighted by their effective parameters γ. An update is also small if it
             nearly cancels the update before it, as the noise of samples does. The rule applies only
             if ``updates`` determines the number of updates and they learn nothing else.
-            The learner also skips an update if its sample must be so large that too few steps
-            have been made since the last one, see `samples.is_too_large`. None turns both off.
+            The learner also skips an update if the weight decays hardly change any more, and its
+            sample must be so large that too few steps have been made since the last one, see
+            `samples.is_too_large`. None turns both off.
         late_fit: rule for a network that does not fit yet, because large weight decays keep it from
             fitting. From the second update on, the rule checks two conditions. At least half of the
             decrease of the training loss came in the second half of the epochs so far. The whole

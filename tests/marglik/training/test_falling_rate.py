@@ -33,6 +33,22 @@ def training(noise=1e-3, likelihood="regression", scheduler=None, epochs=EPOCHS,
     )
 
 
+class Counting(torch.nn.Module):
+    """Counts its calls, in a buffer and in a number."""
+
+    buffer: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("buffer", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.buffer += 1
+        return x
+
+
 def rates(run):
     return [record["lr"] for record in run.run().records if record["kind"] == "epoch"]
 
@@ -86,6 +102,25 @@ def test_a_measurement_changes_nothing_by_itself():
         run.run()
     for a, b in zip(measured.model.parameters(), constant.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_measurement_restores_buffers():
+    run = training(noise=3.0)
+    run.train_epoch()
+    layers: Any = run.model.layers
+    layers.append(Counting())
+    noise_of_steps(run.learner.problem, run.learner.state, [1.0])
+    assert layers[-1].calls == 4  # batches
+    assert layers[-1].buffer == 0
+
+
+def test_a_run_whose_rate_falls_is_not_resumed_with_a_schedule():
+    run = training()
+    for _ in range(7):
+        run.train_epoch()
+    again = training(scheduler=partial(ConstantLR, factor=1.0))
+    with pytest.raises(ValueError, match="pass scheduler=None"):
+        again.load_state_dict(run.state_dict())
 
 
 def test_the_noise_of_steps_is_what_the_average_removes():

@@ -259,6 +259,7 @@ def test_an_update_that_needs_a_large_sample_waits_for_more_steps(rule):
     prior.start(model, torch.optim.SGD(model.parameters(), 0.1), loader, 20)
     problem, state = prior.problem, prior.state
     state.steps_at_update, found = 400, []
+    state.measures.last_changes = [0.4, -0.4]
     for needed in (0, 1_000, 1_001, 2_001, 5_000):
         state.measures.examples_for_gamma = needed
         for epoch in (11, 12):  # one epoch after the last update, and two
@@ -269,6 +270,10 @@ def test_an_update_that_needs_a_large_sample_waits_for_more_steps(rule):
     # As many steps must follow.
     state.measures.examples_for_gamma, state.epoch, state.steps = 1_001, 19, [760]
     assert skips_update(problem, state) == (not rule)
+    # No update waits while the weight decays still change, or before the first update.
+    for changes in ([1.0, -0.2], []):
+        state.measures.last_changes = changes
+        assert not skips_update(problem, state)
     # Skipped updates do not make the next sample larger.
     state.measures.examples_for_gamma = 0
     size = curvature_plan(problem, state, is_last=False).num_examples
