@@ -19,6 +19,8 @@ STORAGE_FORBIDDEN = """
 Object.defineProperty(window, "localStorage", { get() { throw new Error("forbidden"); } });
 """
 OLD = "delete window.DecompressionStream"
+# A change of the system's theme reaches the page's listeners with the next frame.
+NEXT_FRAME = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,8 @@ class Visit:
         )
 
     def colors(self):
-        """Of the page and of its text, and how those of the charts are changed."""
+        """Colours of the page and its text, and the filter that changes the charts' colours."""
+        self.page.evaluate(NEXT_FRAME)
         page, text = self.style("body", "backgroundColor"), self.style("h1", "color")
         return page, text, self.style(".chart-plot", "filter")
 
