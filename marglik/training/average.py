@@ -15,7 +15,7 @@ fitting the noise of the targets (`experiments.uci.falling_rate`).
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -149,9 +149,12 @@ def averaged(problem: Problem, state: LearnerState) -> Iterator[nn.Module]:
         yield problem.model
 
 
-@torch.no_grad()
 def noise_of_steps(
-    problem: Problem, state: LearnerState, losses: Sequence[float], loader: Loader | None = None
+    problem: Problem,
+    state: LearnerState,
+    losses: Sequence[float],
+    loader: Loader | None = None,
+    forward: Callable[..., Any] | None = None,
 ) -> float:
     """Return ½ log(L/L̄), the nats per target that the noise of the steps costs; collective.
 
@@ -164,10 +167,28 @@ def noise_of_steps(
         state: the state, with an average.
         losses: mean loss of an example at σ = 1 in each epoch so far, over all ranks.
         loader: this rank's training batches; the problem's loader if not given.
+        forward: calls the model in the precision of the steps; the model itself if not given.
     """
-    epochs, loader = problem.options.schedule.epochs or 0, loader or problem.loader
-    latest = losses[-max(1, round(epochs / 20)) :]
-    loss, task = math.fsum(latest) / len(latest), Task(state.likelihood, problem.options.curvature)
+    latest = losses[-max(1, round((problem.options.schedule.epochs or 0) / 20)) :]
+    loss = math.fsum(latest) / len(latest)
+    of_average = loss_of_average(problem, state, loader, forward)
+    if not of_average:
+        return math.inf if loss else 0.0
+    return 0.5 * math.log(loss / of_average) if loss else 0.0
+
+
+@torch.no_grad()
+def loss_of_average(
+    problem: Problem,
+    state: LearnerState,
+    loader: Loader | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> float:
+    """Return the training loss of an example at the average, in train mode; collective.
+
+    See `noise_of_steps` for the arguments.
+    """
+    loader, task = loader or problem.loader, Task(state.likelihood, problem.options.curvature)
     totals = torch.zeros(2, dtype=torch.float64)
     # Calls in train mode change buffers, such as running statistics.
     buffers = [(buffer, buffer.clone()) for buffer in problem.model.buffers()]
@@ -182,13 +203,11 @@ def noise_of_steps(
                 # A copy, because a model may change its input in place.
                 x, y = deepcopy(to_device(x, device)), to_device(y, device)
                 args, kwargs = arguments(model, x)
-                f = logits_of(model(*args, **kwargs))
+                f = logits_of((forward or model)(*args, **kwargs))
                 data_loss = loss_sum(f, task.targets(model, x, y), state.likelihood)
                 totals += torch.tensor([data_loss.item(), len(y)], dtype=torch.float64)
     for buffer, before in buffers:
         buffer.copy_(before)
     problem.ranks.sum_([totals])
     total, examples = totals.tolist()
-    if not total:
-        return math.inf if loss else 0.0
-    return 0.5 * math.log(loss * examples / total) if loss else 0.0
+    return total / examples

@@ -334,7 +334,8 @@ class OnlineTraining:
         if not (state.hyperparameters.learn_sigma_noise or has_learned):
             return
         losses = [record["loss"] for record in self._records if record["kind"] == "epoch"]
-        noise = noise_of_steps(problem, state, losses, self.train_loader)
+        data = self.train_loader
+        noise = noise_of_steps(problem, state, losses, data, self._in_precision_of_steps)
         self._falls = noise > LARGEST_NOISE
         if self._falls:
             _logger.info(
@@ -343,6 +344,15 @@ class OnlineTraining:
                 noise,
             )
             self.scheduler = self._falling_rate()
+
+    def _in_precision_of_steps(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model as the steps do, but without DDP, whose calls are collective."""
+        if self.fabric is None:
+            return self.model(*args, **kwargs)
+        precision = self.fabric.strategy.precision
+        args, kwargs = precision.convert_input((args, kwargs))
+        with precision.forward_context():
+            return precision.convert_output(self.model(*args, **kwargs))
 
     def _falling_rate(self) -> LRScheduler:
         steps = self.learner.state.steps[-1] / self._epoch * (self._epochs - self._epoch)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -172,3 +173,20 @@ def test_batches_of_a_loader_are_restored():
     noise_of_steps(run.learner.problem, run.learner.state, [1.0], loader)
     for a, (b, _) in zip(before, loader, strict=True):
         assert torch.equal(a, b)
+
+
+def test_rounding_of_lower_precision_is_no_noise_of_steps():
+    """Steps with a rate of zero have no noise, although bfloat16 rounds more than the targets'."""
+    torch.manual_seed(0)
+    x, model = torch.randn(64, 3), MLP(3, (20,), 1, "tanh")
+    y = model(x).detach() + 1e-4 * torch.randn(64, 1)
+    optimizer, learner = (
+        torch.optim.Adam(model.parameters(), 0.0),
+        PriorLearner("regression", epochs=EPOCHS),
+    )
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    run = OnlineTraining(model, optimizer, Batches(x, y, 16), learner, fabric=fabric)
+    losses = [run.train_epoch()["loss"] for _ in range(7)]
+    assert not run.state_dict()["falls"]
+    # Control: the loss of the average in float32.
+    assert noise_of_steps(run.learner.problem, run.learner.state, losses) > 1.0

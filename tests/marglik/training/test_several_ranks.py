@@ -23,6 +23,7 @@ def each(worlds):
         ("regression, MacKay", {}, 2),
         ("noisy labels", {}, 2),
         ("corrected", {}, 2),
+        ("a falling rate", LAST_OF_ONE, 2),
         ("K-FAC", LAST_OF_ONE, 2),
         pytest.param("K-FAC", LAST_OF_ONE, 4, marks=pytest.mark.slow),
     ],
@@ -33,6 +34,8 @@ def test_ranks_find_what_one_process_finds(each, case, options, size):
     assert alone["n"] == options.get("n", 23)
     first, *others = each(size, "on_ranks", case, options)
     assert (alone["noise"] > 0.05) == (case == "noisy labels")
+    rates = [record["lr"] for record in alone["records"] if record["kind"] == "epoch"]
+    assert (rates[-1] == 0) == (case == "a falling rate")
     for found in (first, *others):
         # The search for ε stops where rounding makes it; and decays and steps follow ε.
         tolerance = 1e-7 if case in ("noisy labels", "corrected") else 1e-9
