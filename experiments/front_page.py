@@ -21,9 +21,10 @@ from kfac_backend.atomic_files import write_file
 
 SHARES = (0, 20, 40)
 WRONG_LABELS = {  # label -> training, score, colour
-    "one weight decay, temperature scaling": ("MAP", "scaled_nll", "tab:gray"),
-    "grid of seven, temperature scaling": ("grid", "scaled_nll", "tab:blue"),
-    "marglik: learned decays and label noise": ("noise learned", "nll", "tab:green"),
+    "no weight decay, with τ": ("MAP", "scaled_nll", "tab:gray"),
+    "grid of seven, with τ": ("grid", "scaled_nll", "tab:blue"),
+    "grid of seven, with τ and ε": ("grid", "nll", "tab:olive"),
+    "marglik, with τ and ε": ("noise learned", "nll", "tab:green"),
 }
 ROTATIONS = {"digits, ±45°": "±45°", "digits, ±180°": "±180°"}
 AUGMENTATIONS = {  # label -> result, colour
