@@ -9,11 +9,11 @@ C) at each position. It may depend on all of the example's inputs, so an example
 Each pair of an example and a position is therefore treated as a separate example, and one vector
 carries as many pairs as memory allows.
 
-Life cycle. `OutputCovariance` proves the model on its first batch, like a curvature pass. For each
-shape of input it measures once how many pairs fit into the memory (`_Sizes`). A call splits its
-batch into parts. For each part the model runs forward once. Then the C vectors are propagated back,
-and all layers' gradients are held until the last vector. Then they are contracted and dropped,
-layer by layer.
+Life cycle. `OutputCovariance` proves the model on its first batch, like a curvature pass, and again
+if the model's modules, modes, hooks or forwards have changed. For each shape of input it measures
+once how many pairs fit into the memory (`_Sizes`). A call splits its batch into parts. For each
+part the model runs forward once. Then the C vectors are propagated back, and all layers' gradients
+are held until the last vector. Then they are contracted and dropped, layer by layer.
 
 The graph of the outputs refers to the capture's hooks, and these refer to the sink. So no sink may
 hold the outputs: that would be a cycle through C++, which Python's collector never frees, and the
@@ -132,11 +132,9 @@ class OutputCovariance:
         if memory is not None and memory < 1:
             raise ValueError(f"memory must be at least one byte, not {memory}.")
         check_whole(model, "The covariance of outputs by more than the last layer")
-        sizes = {name: block.numel for name, (block, _) in precision.items()}
-        self._initial = assignment_of_blocks(model, sizes)
-        self._proof = Proof(model, self._initial)
         self._model = model
         self._precision = precision
+        self._proof = self._new_proof()
         self._device = next(model.parameters()).device
         self._memory = memory or default_memory(self._device)
         largest = LARGEST_PRODUCT.get(self._device.type, LARGEST_PRODUCT["cuda"])
@@ -270,16 +268,22 @@ class OutputCovariance:
             f, covariance = self._part(part, columns, q=q, differentiable=differentiable)
         return f.unflatten(0, x.shape[:2]), covariance
 
+    def _new_proof(self) -> Proof:
+        sizes = {name: block.numel for name, (block, _) in self._precision.items()}
+        return Proof(self._model, assignment_of_blocks(self._model, sizes))
+
     @contextmanager
     def _preserved_model(self) -> Iterator[None]:
         """Context in which the model runs in full precision, and whose end restores its state."""
+        if self._proof.is_outdated():
+            self._proof = self._new_proof()
         layers = (tracked.layer for tracked in self._proof.assignment.layers)
         # Inference mode would record no graph for the backward passes.
         with full_float32(), torch.inference_mode(False), preserve_state(self._model, *layers):
             yield
 
     def _prove(self, x: Any) -> None:
-        """Prove, once, that the hooks capture all uses of the parameters."""
+        """Prove that the hooks capture all uses of the parameters, unless it is proved."""
         N = num_examples(x)
         if self._proof.is_made(N):
             return
@@ -292,7 +296,7 @@ class OutputCovariance:
         for name in self._proof.assignment.diagonal:
             block = self._precision[name][0]
             if block.Q_A is not None or block.Q_B.shape[-1] > 1:
-                self._proof = Proof(self._model, self._initial)  # the next call checks again
+                self._proof = self._new_proof()  # the next call checks again
                 raise NotImplementedError(
                     f"Hooks cannot see the gradient of '{name}', although the posterior has a "
                     "Kronecker-factored block of it. The network's code or hooks may have changed "

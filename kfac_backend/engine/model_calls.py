@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 
 from kfac_backend.engine.batches import argument_names, arguments, copied, examples
@@ -32,6 +32,10 @@ CHANGING = "_parameters", *HOOKS
 """Attributes that `state_restorer` restores, in addition to the mode and the forward."""
 ALL_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 """Attributes of a module that hold the hooks of its calls."""
+GLOBAL_HOOKS: list[Mapping[int, Any]] = [
+    getattr(torch_modules, f"_global{name}") for name in ALL_HOOKS
+]
+"""torch's hooks on the calls of all modules, by number."""
 VECTORISED: set[type[nn.Module]] = {
     getattr(nn, f"{name}{d}d")
     for name in ("AdaptiveAvgPool", "AvgPool", "BatchNorm", "Conv", "Dropout", "MaxPool")
@@ -243,7 +247,7 @@ def has_known_code(model: nn.Module) -> bool:
 
     Then no code can change a gradient, neither by a hook on a tensor nor on a node of the graph.
     """
-    if _has_any_global_hook():
+    if any(GLOBAL_HOOKS):
         return False
     for module in model.modules():
         own = vars(module)

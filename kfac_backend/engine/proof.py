@@ -14,7 +14,7 @@ constant, and the pass uses them for all batches.
 
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,14 @@ from kfac_backend.engine.batches import examples, num_examples
 from kfac_backend.engine.candidates import Search, mixed_message, raise_mixed
 from kfac_backend.engine.capture import Runs
 from kfac_backend.engine.comparison import Comparison, compare
-from kfac_backend.engine.model_calls import BatchTrial, forked_random_numbers, try_batch, try_twice
+from kfac_backend.engine.model_calls import (
+    ALL_HOOKS,
+    GLOBAL_HOOKS,
+    BatchTrial,
+    forked_random_numbers,
+    try_batch,
+    try_twice,
+)
 from kfac_backend.engine.rule_assignment import Refusal, RuleAssignment, TrackedLayer
 from kfac_backend.engine.task import check_inputs
 from kfac_backend.layers.rows import counted_positions
@@ -39,7 +46,8 @@ class Proof:
 
     def __init__(self, model: nn.Module, assignment: RuleAssignment) -> None:
         self._model, self._initial = model, assignment
-        self._structure: tuple[list[Any], list[Any]] | None = None  # set once all is proved
+        self._structure: _Structure | None = None  # set by a proof
+        self._is_whole = False  # whether that proof had several examples
         self._num_examples = 0  # number of examples that were checked: 0, 1, or several (2)
         self.holds_for_masks = False
         """Whether `make_for_masks` has proved its part, for the layers in ``masked``."""
@@ -58,18 +66,31 @@ class Proof:
         """Return whether a batch of N examples (None: unknown) can prove nothing more."""
         return self._num_examples >= min(N or 1, 2)
 
+    def is_outdated(self, *, any_mode: bool = False) -> bool:
+        """Return whether the model has changed since the last proof, other than in values.
+
+        It has if it now has other modules, modes (ignored with ``any_mode``), parameters, hooks or
+        forwards. This compares counters and identities. It does not find an attribute by which a
+        forward or a hook decides what it computes.
+        """
+        if self._structure is None:
+            return False
+        now = _structure(self._model)
+        same_modes = any_mode or now.modes == self._structure.modes
+        return not (same_modes and now.kinds == self._structure.kinds)
+
     def is_of_this_structure(self) -> bool:
-        """Return whether all is proved for the model's present modules, modes and parameters."""
-        return self._structure is not None and self._structure[1] == _structure(self._model)[1]
+        """Return whether all is proved for the model as it is now, except for its values."""
+        return self._is_whole and not self.is_outdated()
 
     def renew(self) -> bool:
         """Request a shorter proof at other values of the parameters, which `make` then makes.
 
-        False if the model has other modules, modes or parameters, and so needs a new proof.
+        False if the model has changed otherwise, see `is_outdated`, and so needs a new proof.
         """
         if self._structure is None:
-            return not self._num_examples  # False after a partial proof
-        if not self.is_of_this_structure():
+            return not self._num_examples
+        if not self.is_of_this_structure():  # or after a partial proof
             return False
         self._num_examples, self.holds_for_masks = 0, False
         self.masked, self.rows = set(), set()
@@ -92,9 +113,9 @@ class Proof:
         if num_examples(x) != N:
             N = None  # the targets do not match the examples
         stage = self._num_examples
-        comparison = None if self._structure is None else self._again(x, N, counted)
+        comparison = self._again(x, N, counted) if self._is_whole else None
         if comparison is None:
-            self._structure = None
+            self._structure, self._is_whole = None, False
             if not stage:
                 self.assignment = self._initial
             if N is not None:
@@ -117,7 +138,7 @@ class Proof:
         if comparison.is_finite:
             self._num_examples = 1 if N == 1 else 2
             self.masked, self.rows = comparison.runs.masked, comparison.runs.rows
-            self._structure = None if N == 1 else _structure(self._model)
+            self._structure, self._is_whole = _structure(self._model), N != 1
 
     def _again(self, x: Any, N: int | None, counted: Tensor | None) -> Comparison | None:
         """Check the same assignment on two examples. Return None if it does not agree.
@@ -230,12 +251,29 @@ class Proof:
         )
 
 
-def _structure(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Return a model's modules and parameters, and their comparable properties without values."""
+class _Structure(NamedTuple):
+    """Everything of a model that can be compared, except for values."""
+
+    objects: list[Any]
+    """Compared objects, which are kept because Python reuses the id of a dead one."""
+    kinds: list[Any]
+    modes: list[bool]
+
+
+def _structure(model: nn.Module) -> _Structure:
+    """Return a model's modules, parameters, hooks and forwards, as comparable values."""
     reshard(model)  # tensors that FSDP still keeps gathered are other objects
     modules = list(model.modules())
     parameters = [p for _, p in model.named_parameters(remove_duplicate=False)]
-    kinds: list[Any] = [(id(module), module.training) for module in modules]
+    kinds: list[Any] = [tuple(hooks) for hooks in GLOBAL_HOOKS]
+    forwards: list[Any] = []
+    for module in modules:
+        own = vars(module)
+        forward = own.get("forward"), getattr(type(module), "forward", None)
+        forwards += forward
+        # torch counts the hooks, so that no other hook gets the number of a former one.
+        numbers = [sorted(own[name]) if own.get(name) else () for name in ALL_HOOKS]
+        kinds.append((id(module), type(module), *map(id, forward), *numbers))
     kinds += [(id(p), p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
-    # Keep the objects, too, because Python reuses the id of a dead one.
-    return [*modules, *parameters], kinds
+    modes = [module.training for module in modules]
+    return _Structure([*modules, *parameters, *forwards], kinds, modes)

@@ -418,7 +418,7 @@ class Posterior:
                 generator=self.generator,
                 progress=progress,
             )
-        # A pass can be reused for another matrix, but not for other targets or draws.
+        # A pass can be reused for another matrix, but not for other targets, draws or ranks.
         names = ("kfac_approx", "fisher", "mc_samples")
         matrix: Any = {name: getattr(self.options, name) for name in names}
         curvature_pass = self._curvature_pass
@@ -427,6 +427,8 @@ class Posterior:
             or curvature_pass.driver.model is not self.model
             or curvature_pass.driver.options.replace(**matrix) != self.options
             or curvature_pass.driver.generator is not self.generator
+            or curvature_pass.driver.ranks != self.ranks
+            or curvature_pass.driver.task.likelihood.name != self._likelihood.name
         ):
             self._curvature_pass = curvature_pass = CurvaturePass(
                 self.model,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.testing import assert_close
 
 from kfac_backend.covariance.output_covariance import OutputCovariance
@@ -122,3 +123,73 @@ def test_all_positions_of_a_single_example():
     for memory in (None, 1):
         found = OutputCovariance(model, blocks, memory=memory)(x)[1]
         assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def halved_gradient(module, args, output):
+    """A hook's output with the same value, and half of the gradient."""
+    return output.detach() + 0.5 * (output - output.detach())
+
+
+CHANGES = {
+    # name: the change of a network, which returns a function that undoes it
+    "forward hook": lambda m: m[2].register_forward_hook(halved_gradient).remove,
+    "backward hook": lambda m: (
+        m[1].register_full_backward_hook(lambda m, inside, outside: (3 * inside[0],)).remove
+    ),
+    "hook of all modules": lambda m: register_module_forward_hook(halved_gradient).remove,
+    "own forward": lambda m: own_forward(m[2]),
+}
+
+
+def own_forward(layer):
+    layer.forward = lambda x: halved_gradient(layer, (x,), type(layer).forward(layer, x))
+    return lambda: delattr(layer, "forward")
+
+
+def by_autograd(model, x, dense):
+    """J Σ Jᵀ with a backward pass for each output, as hooks on gradients need."""
+    rows = [
+        torch.autograd.grad(f_c, [model.get_parameter(n) for n in dense], retain_graph=True)
+        for f_c in model(x).flatten()
+    ]
+    total = 0
+    for g, P in zip(zip(*rows, strict=True), dense.values(), strict=True):
+        J = torch.stack(g).flatten(1).unflatten(0, (len(x), -1))
+        total = total + J @ torch.linalg.solve(P, J.mT)
+    return total
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_the_network_after_the_first_call(name):
+    """Hooks and forwards that come and go, which the proof of the first batch has not seen."""
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
+    model, x = nn.Sequential(*layers).double(), normal(5, 3)
+    blocks, dense = posterior(model, x)
+    covariance = OutputCovariance(model, blocks)
+    plain = covariance(x)[1]
+    assert_close(plain, by_autograd(model, x, dense), rtol=1e-9, atol=1e-11)
+    undo = CHANGES[name](model)
+    changed = by_autograd(model, x, dense)
+    assert error(changed, plain) > 0.1
+    try:
+        assert_close(covariance(x)[1], changed, rtol=1e-9, atol=1e-11)
+    finally:
+        undo()
+    assert_close(covariance(x)[1], plain)
+
+
+def test_changes_that_have_no_covariance():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), normal(5, 3)
+    blocks, _ = posterior(model.double().eval(), x)
+    covariance = OutputCovariance(model, blocks)
+    covariance(x)
+    model.train()
+    with pytest.raises(ValueError, match="BatchNorm1d.* is in train mode"):
+        covariance(x)
+    model.eval()
+    hook = model[2].register_forward_hook(lambda m, args, f: f - f.mean(0))
+    with pytest.raises(NotImplementedError, match="rows of different examples mix"):
+        covariance(x)
+    hook.remove()
+    covariance(x)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.testing import assert_close
@@ -291,3 +292,31 @@ def test_the_pass_of_a_former_posterior_serves_its_own_model_alone():
     ignoring = Posterior(first.model, "classification", ignore_index=2, former=first)
     ignoring.fit([batch()])
     assert ignoring.factors.num_loss_terms == 8  # of 12 examples: other targets, another pass
+
+
+def examples_of_former_and_alone():
+    """N of a posterior of all ranks, and of a posterior of this rank alone that follows it."""
+    x, y = batch()
+    own = slice(dist.get_rank(), None, 2)
+    first = Posterior(network(), "classification")
+    first.fit([(x[own], y[own])])
+    alone = Posterior(first.model, "classification", process_group=None, former=first)
+    alone.fit([(x[own], y[own])])
+    return first.n_data, alone.n_data
+
+
+def test_the_pass_of_a_former_posterior_serves_its_own_ranks_alone(worlds):
+    found = worlds.all(2, f"{__name__}:examples_of_former_and_alone")
+    assert found == [(12, 6)] * 2
+
+
+def test_the_pass_of_a_former_posterior_serves_its_own_likelihood_alone():
+    """A first pass for continuous targets has not checked where the outputs have their classes."""
+    x, y = torch.randn(6, 4).double(), torch.randn(6, 3, 3).double()
+    model = nn.Sequential(nn.Linear(4, 9), nn.Unflatten(1, (3, 3))).double()
+    first = Posterior(model, "regression")
+    first.fit([(x, y)])
+    for former in (None, first):
+        posterior = Posterior(model, "classification", former=former)
+        with pytest.raises(ValueError, match="classes may be second or last"):
+            posterior.fit([(x, y.argmax(1))])
