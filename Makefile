@@ -10,7 +10,7 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
 
 train: $(INSTALLED)  ## train on the built-in digits, learn the weight decays, write runs/digits
-	$(BIN)/marglik train --config digits --overwrite
+	$(BIN)/marglik train --config digits --baseline --overwrite
 	@echo "marglik is in $(BIN): 'source $(BIN)/activate' makes the README's commands work in this shell."
 
 # One thread per worker: with more, threads wait for each other's cores. Bytecode is kept, or each

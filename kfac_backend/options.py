@@ -245,8 +245,9 @@ def check_keys(owner: str, state: Mapping[str, Any], keys: Iterable[str]) -> Non
     missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(
-            f"The state of {owner} lacks {', '.join(map(repr, missing))}. It is empty, incomplete, "
-            "or belongs to another object. Load the whole result of state_dict()."
+            f"The state of {owner} lacks {', '.join(map(repr, missing))}. Another version wrote "
+            "it, or it is empty, incomplete, or belongs to another object. Load the whole result "
+            "of state_dict() with the version that wrote it, or start again without the state."
         )
 
 

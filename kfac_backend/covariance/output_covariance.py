@@ -309,7 +309,9 @@ class OutputCovariance:
     def _measure(self, x: Any, K: int | None) -> _Sizes:
         """Measure how many pairs of this shape fit into the memory, by one vector's gradients."""
         N = num_examples(x)
-        batch = BatchTrial(can_split=True) if N == 1 else try_batch(self._model, x, N)
+        # A single example is repeated for its positions, as in the proof.
+        repeats = BatchTrial(can_split=self._proof.batch.can_split)
+        batch = repeats if N == 1 else try_batch(self._model, x, N)
         x = examples(x, slice(2)) if batch.can_split else x
         measured = HeldGradients(self._gradients)
         with self._capture(measured) as capture:

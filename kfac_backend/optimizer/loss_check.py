@@ -30,7 +30,7 @@ MeanOver = Literal["terms", "examples"]
 """Unit of a loss that is a mean: over its terms, or over examples, whose terms are summed."""
 
 
-class LossCheck:
+class LossLikelihoodCheck:
     """Derive the targets, and the kind of loss, from a training's gradients, step by step.
 
     The task of the curvature may then have targets that do not count.

@@ -52,7 +52,7 @@ from kfac_backend.engine.rule_assignment import (
 from kfac_backend.layers.rows import counted_positions
 from kfac_backend.likelihoods import Likelihood, num_counted_terms
 from kfac_backend.optimizer.damped_inverse import diverging
-from kfac_backend.optimizer.loss_check import LossCheck, MeanOver
+from kfac_backend.optimizer.loss_check import LossLikelihoodCheck, MeanOver
 from kfac_backend.options import CurvatureOptions
 from kfac_backend.precision import full_float32
 from kfac_backend.ranks import ProcessGroupOption
@@ -103,7 +103,7 @@ class TrainingPass:
             assignment=self.trained.assign(),
             sink=FactorSums(options, in_training=True),
         )
-        self._loss = LossCheck(self.driver.task, loss_mean_over)
+        self._loss = LossLikelihoodCheck(self.driver.task, loss_mean_over)
         check_memory(self.driver.proof.assignment, options, self.driver.device)
         self.covered = self.trained.assigned
         """Trained parameters of the latest factors."""

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kfac_backend.sharding import is_part, local_parts
 from marglik.training import algorithm
-from marglik.training.loss_agreement import LossCheck
+from marglik.training.loss_agreement import FirstStepLossCheck
 from marglik.training.problem import Part, Problem, count_batches_of_step
 from marglik.training.state import LearnerState
 
@@ -59,7 +59,7 @@ class StepHooks:
         problem: Problem,
         state: LearnerState,
         optimizers: Sequence[torch.optim.Optimizer],
-        loss_check: LossCheck | None = None,
+        loss_check: FirstStepLossCheck | None = None,
     ) -> None:
         self.problem, self.state, self.loss_check = problem, state, loss_check
         self._left = [WeightsLeft(part) for part in problem.parts]

@@ -6,7 +6,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -24,10 +24,10 @@ from marglik.training import algorithm
 from marglik.training.average import averaged
 from marglik.training.hooks import StepHooks, active_hooks
 from marglik.training.learned_numbers import validation_loss
-from marglik.training.loss_agreement import LossCheck
+from marglik.training.loss_agreement import FirstStepLossCheck
 from marglik.training.options import DecayPolicy, LearnerOptions, Schedule
 from marglik.training.problem import Problem, optimizers_of
-from marglik.training.state import SAVED, LearnerState, numbers_to_log, state_dict_of
+from marglik.training.state import SAVED, LearnerState, Measures, numbers_to_log, state_dict_of
 
 _logger = logging.getLogger(__name__)
 
@@ -144,11 +144,13 @@ class PriorLearner:
         if hooks != "none":
             compares, check = loss is None and not saved, None
             if compares or problem.has_rounds:
-                check = LossCheck(model, self.likelihood, options, only_counts=not compares)
+                check = FirstStepLossCheck(
+                    model, self.likelihood, options, only_counts=not compares
+                )
             self._hooks = StepHooks(problem, self.state, optimizers, check)
 
     @property
-    def loss_check(self) -> LossCheck | None:
+    def loss_check(self) -> FirstStepLossCheck | None:
         """Compares the first step's loss with the likelihood's; None after that step."""
         return self._hooks and self._hooks.loss_check
 
@@ -320,4 +322,6 @@ class PriorLearner:
                 "The learner has already started. Call load_state_dict(state) before start."
             )
         check_keys("PriorLearner", state, ["identity", "part", *SAVED])
+        names = (field.name for field in fields(Measures))
+        check_keys("PriorLearner's measures", state["measures"], names)
         self._saved = dict(state)

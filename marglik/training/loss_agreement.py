@@ -28,7 +28,7 @@ MOST_NUMBERS = 2**22
 """Maximum number of compared gradient entries."""
 
 
-class LossCheck:
+class FirstStepLossCheck:
     """Compare the loss of the first step with the likelihood's loss, in any loop, by a hook.
 
     The hook stores the network's first outputs that get a gradient, and this gradient. The owner of

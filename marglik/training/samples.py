@@ -90,7 +90,7 @@ def curvature_plan(problem: Problem, state: LearnerState, is_last: bool) -> Curv
             num_updates = schedule.updates
             if schedule.every is not None:
                 num_updates = schedule.epochs // schedule.every
-            between = N * max(schedule.epochs / max(num_updates, 1), 1)
+            between = problem.examples_per_epoch * max(schedule.epochs / max(num_updates, 1), 1)
         estimates &= N * (1 + 2 * V) > 3 * between
         num_seen = min(num_seen, between)  # skipped updates do not make the next one larger
     number = sample_size(N, num_seen, 1 if estimates else V)
@@ -203,9 +203,10 @@ def sampled(
     changed.
 
     Args:
-        loader: a loader with a method ``sample``, such as `marglik.data.Batches`; a plain
-            DataLoader of a map-style dataset, from whose sampler some examples are drawn and
-            collated again; or any other loader with a length, from which whole batches are drawn.
+        loader: a loader with a method ``sample``, such as `marglik.data.Batches`, whose epochs read
+            all its batches; a plain DataLoader of a map-style dataset, from whose sampler some
+            examples are drawn and collated again; or any other loader with a length, from which
+            whole batches are drawn.
             Data without a length is returned unchanged, and so is such a loader if all of it is
             requested. For `EpochBatches` the function is applied to these batches.
         number: M, of all ranks together.
@@ -218,7 +219,7 @@ def sampled(
         batches = sampled(loader.get_loader(), number, num_data, ranks, seed, loader.limit)
         return replace(loader, get_loader=lambda: batches, limit=None)
     generator = torch.Generator().manual_seed(seed)
-    if hasattr(loader, "sample"):
+    if hasattr(loader, "sample") and limit is None:
         return _Again(partial(loader.sample, number, BATCH_SIZE), seed)  # pyright: ignore
     if _is_of_examples(loader):
         batches = loader.batch_sampler  # pyright: ignore[reportAttributeAccessIssue]

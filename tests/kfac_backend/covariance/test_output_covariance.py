@@ -130,6 +130,16 @@ def halved_gradient(module, args, output):
     return output.detach() + 0.5 * (output - output.detach())
 
 
+def test_a_single_example_that_cannot_be_repeated():
+    """Outputs that depend on the number of examples, so that the batch must stay as it is."""
+    model = random_model(lambda m, x: len(x) * m.fc(x).sin(), fc=nn.Linear(3, 2))
+    for x in (normal(1, 5, 3), normal(3, 5, 3)):
+        blocks, dense = posterior(model, x)
+        f, found = OutputCovariance(model, blocks)(x)
+        assert_close(f, model(x).detach())
+        assert_close(found, brute_force(model, x, dense), rtol=1e-9, atol=1e-11)
+
+
 CHANGES = {
     # name: the change of a network, which returns a function that undoes it
     "forward hook": lambda m: m[2].register_forward_hook(halved_gradient).remove,

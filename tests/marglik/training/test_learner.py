@@ -350,6 +350,10 @@ def test_a_state_that_is_not_whole_or_of_another_precision_is_refused():
     for key in state:
         with pytest.raises(ValueError, match=f"PriorLearner lacks '{key}'"):
             second.load_state_dict({name: of for name, of in state.items() if name != key})
+    # A state that an earlier version wrote, without a measurement that it did not have.
+    earlier = {name: of for name, of in state["measures"].items() if name != "log_factor"}
+    with pytest.raises(ValueError, match=r"measures lacks 'log_factor'\. Another version wrote it"):
+        second.load_state_dict(state | {"measures": earlier})
     second.load_state_dict(state)  # the control
     second.start(model, sgd(model), loader(), EPOCHS)
 

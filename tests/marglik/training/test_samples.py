@@ -6,13 +6,21 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from kfac_backend.engine import driver
 from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
-from marglik.loaders import EpochBatches, own_iteration
+from marglik.loaders import EpochBatches, count_examples, own_iteration
 from marglik.training.algorithm import end_of_epoch, finish
 from marglik.training.decay_policy import skips_update
 from marglik.training.samples import curvature_plan, examples_for_gamma, sample_size, sampled
@@ -56,9 +64,9 @@ def test_a_sample_has_other_examples_each_time_and_none_twice(name):
         assert max(len(x) for x, _ in batches) == 256  # not nineteen batches of 16
 
 
-@pytest.mark.parametrize("name", ["list", "subset"])
+@pytest.mark.parametrize("name", ["list", "subset", "in order"])
 def test_a_sample_of_limited_epochs_is_of_their_batches(name):
-    loader, _ = loaders()[name]
+    loader = Batches(X, Y, 16) if name == "in order" else loaders()[name][0]
     read = examples_of([*loader][:20])
     some = examples_of(sampled(loader, 100, len(read), ALONE, 1, limit=20))
     assert 100 <= len(some) < 116 and set(read).issuperset(some)
@@ -135,6 +143,40 @@ def test_the_size_is_a_tenth_of_the_steps():
     assert sample_size(50_000, 150_000, 1) == 15_000
     assert sample_size(50_000, 50_000, 9) == 789  # nine backward passes each
     assert sample_size(1_600, 1_600, 1) == 256  # the floor
+
+
+def drawn():
+    """Name -> a sampler that repeats examples or leaves some out, and an example's mean draws."""
+    weights = torch.ones(40).double()
+    weights[:4] = 9
+    data = range(40)
+    return {
+        "more than there are": (WeightedRandomSampler(weights.tolist(), 80), weights / 72 * 80),
+        "a part of each epoch": (RandomSampler(data, num_samples=20), torch.full((40,), 0.5)),
+        "with replacement": (RandomSampler(data, True, 100), torch.full((40,), 2.5)),
+    }
+
+
+@pytest.mark.parametrize("name", drawn())
+def test_samples_of_drawn_examples_are_unbiased(name):
+    """N/M times its draws in a sample is, on average, how often an epoch draws an example."""
+    sampler, times = drawn()[name]
+    loader = DataLoader(
+        TensorDataset(torch.arange(40)[:, None], torch.zeros(40)), 16, sampler=sampler
+    )
+    draws, M, counts = count_examples(loader), 10, torch.zeros(40)
+    assert draws == round(times.sum().item())
+    for seed in range(500):
+        torch.manual_seed(seed)  # the sampler's numbers, which go on in a training
+        own = examples_of(sampled(loader, M, draws, ALONE, seed))
+        assert len(own) == M
+        counts += torch.tensor(own).bincount(minlength=40) / 500
+    # The variance of a count is at most its mean.
+    z = (draws / M * counts - times) / (draws / M * (M / draws * times / 500).sqrt())
+    assert z.square().mean() < 2 and z.abs().max() < 4
+    # Negative control: if the draws of one epoch stood for all, without reseeding.
+    once = torch.tensor(examples_of(loader)).bincount(minlength=40)
+    assert (once - times).square().mean() > 0.1
 
 
 def problem():
@@ -278,6 +320,22 @@ def test_an_update_that_needs_a_large_sample_waits_for_more_steps(rule):
     state.measures.examples_for_gamma = 0
     size = curvature_plan(problem, state, is_last=False).num_examples
     assert size == (4_000 if "curvature_from" in rule else 400)
+    prior.detach()
+
+
+def test_rounds_of_a_stream_are_shorter_than_its_data():
+    """Between two updates are two rounds of 1,000 examples, less than an exact pass takes."""
+    model, x, y = nn.Linear(4, 3), torch.randn(4_000, 4), torch.arange(4_000) % 3
+    prior = PriorLearner("classification", updates=10)
+    loader = DataLoader(TensorDataset(x, y), 100)
+    prior.start(model, torch.optim.SGD(model.parameters(), 0.1), loader, 20)
+    problem, state = prior.problem, prior.state
+    state.epoch, state.steps = 10, [100]
+    whole = curvature_plan(problem, state, is_last=False)
+    problem.examples_per_epoch = 1_000
+    assert (whole.fisher, curvature_plan(problem, state, is_last=False).fisher) == (
+        "exact", "random_signs",
+    )  # fmt: skip
     prior.detach()
 
 
