@@ -94,25 +94,6 @@ def several_terms():
     return model, normal(5, 3, 2)
 
 
-@pytest.mark.parametrize(
-    ("build", "likelihood"),
-    [
-        (several_terms, "classification"),
-        (several_terms, oracles.NOISY),
-        (lambda: (network(), data()[0]), "classification"),
-    ],
-)
-def test_other_batches_in_another_order(build, likelihood):
-    model, x = build()
-    y = targets_of(model(x).detach(), likelihood)
-    factors = kronecker_factors(model, [(x, y)], likelihood, kfac_approx="reduce")
-    one = corrected_factors(factors, model, [(x, y)])
-    assert max(check(factors, one, exact_blocks(model, x, likelihood))) > 1e-3
-    again = corrected_factors(factors, model, [(x[3:], y[3:]), (x[:3], y[:3])])
-    for name, block in one.blocks.items():
-        assert_close(again.blocks[name].eigenvalues(), block.eigenvalues())
-
-
 @pytest.mark.parametrize("likelihood", [*LIKELIHOODS, oracles.NOISY])
 def test_empirical_fisher(likelihood):
     model, x = several_terms()

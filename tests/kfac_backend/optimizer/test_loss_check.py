@@ -26,10 +26,6 @@ def softmax_of_positions(f, **options):
     return F.cross_entropy(f.flatten(0, 1), OF_POSITIONS, **options)
 
 
-def softmax_of_two(f, **options):
-    return F.cross_entropy(f[:, :2], LABELS % 2, **options)
-
-
 def sigmoid(f, y=ONE_HOT, **options):
     return F.binary_cross_entropy_with_logits(f, y.to(f), **options)
 
@@ -98,7 +94,7 @@ def messages(model, shape, likelihood, loss, steps=2, enlarge_at=None):
 def test_a_loss_that_is_not_the_likelihoods_is_named_once(name, dtype):
     likelihood, loss, words = CASES[name]
     shape = (N, R, 3) if "positions" in name else (N, 3)
-    model = randomize(nn.Linear(3, 2 if "two" in name else C)).to(dtype)
+    model = randomize(nn.Linear(3, C)).to(dtype)
     found = messages(model, shape, likelihood, loss)
     assert len(found) == (words is not None), found
     assert not found or words in found[0]
