@@ -19,6 +19,7 @@ from scipy import special, stats
 from torch.testing import assert_close
 
 from kfac_backend.likelihoods import (
+    IGNORED,
     KnownNoise,
     Likelihood,
     NegativeBinomial,
@@ -171,6 +172,13 @@ def test_noisy_labels_weights_masks_and_derivatives():
         noise = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
         (derivative,) = torch.autograd.grad(at(noise), noise)
         assert_close(derivative, (at(noise + 1e-6) - at(noise - 1e-6)).detach() / 2e-6)
+
+
+@pytest.mark.parametrize("text", ["classification", NOISY, "ordinal(cuts=[0.0])"])
+def test_a_label_that_does_not_count_costs_nothing(text):
+    f, y = F1 if "ordinal" in text else F2, torch.tensor([0, IGNORED, 1])
+    losses = likelihood_of(text).losses(f, y).flatten()
+    assert losses[1] == 0 < losses[[0, 2]].min()
 
 
 def test_weights_count_examples_several_times():
