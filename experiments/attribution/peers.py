@@ -28,7 +28,7 @@ KRONFLUENCE_GRID = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
 """Dampings of a mean over examples, as kronfluence has it."""
 DATTRI_GRID = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 TRAK_GRID = (1e-2, 1.0, 100.0, 1e4)
-TRAK_BATCH = 100
+TRAK_BATCH = 500
 
 
 def installed(package: str) -> bool:
