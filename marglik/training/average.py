@@ -10,7 +10,7 @@ would end at other parameters than the mean of noisy ones. If the targets of a r
 little noise, the difference matters. `noise_of_steps` measures it before the last third of the
 epochs. If it is large, `OnlineTraining` lets the rate fall in the last third. If the targets have
 much noise, the rate stays constant, because the noise of the steps then keeps the network from
-fitting the noise of the targets (`experiments.uci.falling_rate`).
+fitting the noise of the targets (`experiments.uci.likelihoods`).
 """
 
 import logging

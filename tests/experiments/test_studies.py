@@ -33,7 +33,7 @@ from experiments.speed import (
 from experiments.speed import large_classes as classes
 from experiments.studies import SHIPPED, record_of
 from experiments.table2 import marglik_cifar10 as table2
-from experiments.uci import beyond_the_data, falling_rate, heteroscedastic, regression
+from experiments.uci import beyond_the_data, likelihoods, regression
 from experiments.weight_decay import (
     any_loop,
     default_options,
@@ -92,8 +92,7 @@ TABLES = {
     "beyond_the_data": ("uci.beyond_the_data",),
     "uci": ("uci.regression",),
     "unfolded_reduce": ("unfolded_reduce",),
-    "uci_falling_rate": ("uci.falling_rate",),
-    "uci_heteroscedastic": ("uci.heteroscedastic",),
+    "uci_likelihoods": ("uci.likelihoods",),
     "update_step_timing_cpu": ("speed.update_step_timing",),
     "update_step_timing_cuda": ("speed.update_step_timing", "--device", "cuda"),
     "vision_transformer_every_step": (TO_TARGET, "--study", "vision_transformer_every_step"),
@@ -254,19 +253,16 @@ def small_uci(patch):
     return [{"config": {"data": "yacht"}, "splits": splits}], regression.report
 
 
-def small_uci_heteroscedastic(patch):
-    found = record_of(heteroscedastic.run, heteroscedastic.Config("yacht", 1, 40))
-    learned = found["splits"][0]["learned"]
-    one, of_inputs = (learned[f"{name}, learned"] for name in heteroscedastic.LIKELIHOODS)
-    assert one["likelihood"] == "regression" and "strength" in of_inputs["likelihood"]
-    return [found], heteroscedastic.report
-
-
-def small_uci_falling_rate(patch):
-    found = record_of(falling_rate.run, falling_rate.Config("yacht", 1, 40))
-    rates = found["splits"][0]["rates"]
-    assert len({rate["log_likelihood"] for rate in rates.values()}) == 3
-    return [found], falling_rate.report
+def small_uci_likelihoods(patch):
+    cases = "regression", "heteroscedastic", "poisson 10"
+    found = [record_of(likelihoods.run, likelihoods.Config("yacht", case, 1, 40)) for case in cases]
+    for result in found:
+        ways = result["splits"][0]["ways"]
+        assert len({way["log_likelihood"] for way in ways.values()}) == len(ways)
+        assert ("plain" in ways) == (result["config"]["case"] in likelihoods.WITH_PLAIN)
+    of_inputs = found[1]["splits"][0]["ways"]["cosine"]
+    assert "strength" in of_inputs["likelihood"]
+    return found, likelihoods.report
 
 
 def small_beyond_the_data(patch):
@@ -549,7 +545,7 @@ def small_weight_decay_study(patch):
 
 SMALL = {name.removeprefix("small_"): of for name, of in globals().items() if "small_" in name[:6]}
 DATA = {"table2": "tiny_cifar10", "bench_predictive": "tiny_cifar10"}
-DATA |= dict.fromkeys(("uci", "uci_falling_rate", "uci_heteroscedastic"), "tiny_yacht")
+DATA |= dict.fromkeys(("uci", "uci_likelihoods"), "tiny_yacht")
 
 
 @pytest.mark.filterwarnings("ignore")
