@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kfac_backend.layers.gram import Factor
+from kfac_backend.layers.gram import STRIP, Factor
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -125,8 +125,13 @@ def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
 def _reduced(entries: Tensor, split: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return the matrix to solve: the inner products of rows, or the coupled rows of a matrix."""
     if split is None:
-        x = entries.double()
-        return x @ x.mT
+        x, M = entries.double(), entries.shape[-2]
+        products = x.new_zeros(*x.shape[:-1], M)
+        size = max(STRIP, -(-M // 8)) if x.is_cpu else max(1, M)
+        for end in range(size, M + size, size):  # the lower half, which the solver reads
+            strip = slice(end - size, end)
+            products[..., strip, :end] = x[..., strip, :] @ x[..., :end, :].mT
+        return products
     _, coupled = split
     # The matrix itself, not a copy, for all rows.
     whole = len(coupled) == entries.shape[-1]

@@ -144,3 +144,17 @@ def test_solvers_that_never_converge_are_named(compute, failure, monkeypatch):
     with pytest.raises(torch.linalg.LinAlgError, match="'fc.weight, A', .*4, 4.*diagonal_above"):
         compute(gram(4, 2), "fc.weight, A")
     assert_close(compute(torch.eye(4), "fc")[0], torch.ones(4).to(compute(torch.eye(4), "fc")[0]))
+
+
+@pytest.mark.parametrize("groups", [(), (2,)])
+def test_eigenvalues_of_few_long_rows_are_their_squared_singular_values(groups):
+    """The inner products of 200 rows are computed in four strips, one half of the matrix alone."""
+    x = torch.randn(*groups, 200, 1500, generator=torch.Generator().manual_seed(0))
+    (of_rows,) = eigen.eigendecompositions([(Factor(rows=x), "m")], vectors=False)
+    squares = torch.linalg.svdvals(x.double()).square().flip(-1)
+    assert_close(of_rows.values[..., -200:], squares, rtol=1e-10, atol=0)
+    assert not of_rows.values[..., :-200].any()
+    # The other half of the products is not computed. Without the halves' symmetry only the
+    # diagonal would remain, whose eigenvalues are the rows' squared norms.
+    norms = x.double().square().sum(-1).sort(-1).values
+    assert (norms - squares).norm() > 0.1 * squares.norm()
