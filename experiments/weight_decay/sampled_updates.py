@@ -70,6 +70,12 @@ def grouped_convolutions() -> nn.Module:
 
 of_digits = partial(Problem, data=digits, examples=1000)
 PROBLEMS = {
+    **{
+        f"MLP 784-50-10, {epochs} epochs": Problem(
+            small_mlp, epochs, data=large_digits, examples=1400
+        )
+        for epochs in (3, 6, 9, 15)
+    },
     "MLP 784-50-10, 18 epochs": Problem(small_mlp, 18, data=large_digits, examples=1400),
     "MLP 784-50-10, 60 epochs": Problem(small_mlp, 60, data=large_digits, examples=1400),
     "convolutions, 25 epochs": of_digits(lambda: convolutions(no_norm, "flattened"), 25),
