@@ -21,7 +21,7 @@ from tqdm import tqdm
 from kfac_backend.blocks.kronecker import KroneckerFactors
 from kfac_backend.covariance.output_covariance import check_not_empty
 from kfac_backend.engine.batches import check_read_twice, detached, split_batch, to_device
-from kfac_backend.engine.sampled_calls import call_with_each
+from kfac_backend.engine.model_calls import call_with_each
 from kfac_backend.engine.task import Task, check_finite
 from kfac_backend.likelihoods import IGNORED, Likelihood
 from kfac_backend.options import CurvatureOptions, check_keys, check_option, check_positive
@@ -803,9 +803,7 @@ class ParametricLaplace(Posterior):
         """Return outputs of the network itself at parameter vectors, without changing the network.
 
         Small inputs run at many vectors at once if all modules are of classes in
-        `kfac_backend.engine.model_calls.VECTORISED`. If only the weights of the last layer differ,
-        the other layers run once, see `kfac_backend.engine.sampled_calls.OneLinear`. Otherwise one
-        vector follows the other.
+        `kfac_backend.engine.model_calls.VECTORISED`. Otherwise one vector follows the other.
 
         Args:
             samples: parameter vectors θ from `sample`.

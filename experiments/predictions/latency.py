@@ -4,7 +4,6 @@
   `laplace_predictive` make it, beside a served module, the network itself and laplace-torch.
 - tiny: 100 points. A grid of 100 prior precisions on validation data, 100 steps on the evidence,
   and predictions by networks at 100 samples (``pred_type="nn"``).
-- samples: the last of these calls alone, for a larger network and 500 points.
 
 Both libraries make the same calls of laplace-torch's interface, with their default losses. All work
 takes turns in one process. A ratio is the median of the rounds' ratios, in processor seconds of one
@@ -52,9 +51,9 @@ class Config:
 class OwnForward(nn.Module):
     """An MLP in a class of its own, whose code marglik does not know."""
 
-    def __init__(self, inputs: int = 4, hidden: int = 20, classes: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner, self.last = nn.Linear(inputs, hidden), nn.Linear(hidden, classes)
+        self.inner, self.last = nn.Linear(4, 20), nn.Linear(20, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs."""
@@ -66,7 +65,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "mlp": (lambda: MLP(4, (20,), 3, "tanh"), (4,), 3),
     "mlp10": (lambda: MLP(10, (20,), 10, "tanh"), (10,), 10),
     "own": (OwnForward, (4,), 3),
-    "own512": (lambda: OwnForward(784, 512, 10), (784,), 10),
     "lenet": (lambda: LeNet(3, 3, 8), (3, 8, 8), 3),
     "resnet18": (resnet18, (3, 32, 32), 10),
 }
@@ -83,7 +81,7 @@ def run(config: Config) -> Result:
     load = os.getloadavg()
     kind, _, network = config.name.rpartition("_")
     torch.manual_seed(0)
-    work = {"one_input": one_input, "tiny": tiny, "samples": samples}[kind](network, config)
+    work = (one_input if kind == "one_input" else tiny)(network, config)
     measured = interleaved(
         {name: partial(_repeat, call, config.calls) for name, call in work.items()},
         config.rounds,
@@ -163,18 +161,6 @@ def tiny(name: str, config: Config) -> dict[str, Work]:
     return work
 
 
-def samples(name: str, config: Config) -> dict[str, Work]:
-    """Name -> a prediction by networks at 100 samples of the last layer's weights."""
-    model, likelihood, data, _ = _problem(name, config)
-    x = data.dataset.tensors[0]  # pyright: ignore[reportAttributeAccessIssue]
-    work: dict[str, Work] = {}
-    for library, make in LIBRARIES.items():
-        la = make(model, likelihood, "last_layer", "kron")
-        la.fit(data)
-        work[f"nn, {library}, last_layer, kron"] = partial(la, x, pred_type="nn", link_approx="mc")
-    return work
-
-
 def table(results: list[Result]) -> str:
     """One table of one input, in milliseconds, and one of tiny networks, in ratios."""
     head = ["network", "layers", "laplace-torch", "`Laplace`", "`laplace_predictive`"]
@@ -208,8 +194,7 @@ def table(results: list[Result]) -> str:
         f"Medians of {results[0]['config']['rounds']} rounds, processor time of one thread. The "
         f"machine's load was {min(loads):.1f} to {max(loads):.1f}, of two cores.\n\n"
         f"One input, milliseconds:\n\n{markdown(rows)}\n\n"
-        "100 points, or 500 for a network with 512 hidden units; the grid has 100 prior "
-        f"precisions:\n\n{markdown(others)}"
+        f"100 points; the grid has 100 prior precisions:\n\n{markdown(others)}"
     )
 
 
@@ -225,7 +210,6 @@ CONFIGS = {
         Config("tiny_mlp", 1),
         Config("tiny_own", 1),
         Config("tiny_lenet", 1),
-        Config("samples_own512", 1, examples=500),
     )
 }
 

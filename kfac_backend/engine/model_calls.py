@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as torch_modules
@@ -43,13 +44,14 @@ VECTORISED: set[type[nn.Module]] = {
     nn.Dropout, nn.ELU, nn.Flatten, nn.GELU, nn.GroupNorm, nn.Identity, nn.LayerNorm, nn.LeakyReLU,
     nn.Linear, nn.ReLU, nn.Sequential, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Tanh, nn.Unflatten,
 }  # fmt: skip
-"""Classes of modules that torch.vmap can map over their parameters, for
-`sampled_calls.call_with_each`.
+"""Classes of modules that torch.vmap can map over their parameters, for `call_with_each`.
 
 In eval mode, the forward of such a class draws no random numbers, does not branch by a value and
 writes neither attributes nor buffers. Only code that is known to do none of these may be in the
 set. Subclasses are not included, since they may have another forward.
 """
+MOST_ENTRIES = 2**20
+"""Maximum number of entries of an activation that `call_with_each` computes at once, estimated."""
 
 
 def state_restorer(*modules: nn.Module) -> Callable[[], None]:
@@ -209,6 +211,35 @@ def call_with(
         output = logits_of(output)
         check_output(output)
     return output
+
+
+def call_with_each(
+    model: nn.Module, parameters: Mapping[str, Float[Tensor, "S *shape"]], x: Any
+) -> Float[Tensor, "S N *rest"]:
+    """Return the model's outputs at x for each of S values of some parameters, as `call_with`.
+
+    Small inputs run for many values at once if the model consists of `VECTORISED` classes.
+    """
+    (S,) = {len(values) for values in parameters.values()}
+    tensors = [t for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+    # The activations of one value: each token, and each example, becomes a vector of this width.
+    width = max((size for p in model.parameters() for size in p.shape), default=1)
+    entries = sum(t.numel() * (1 if t.is_floating_point() else width) for t in tensors)
+    entries = max(1, entries, *(width * t.shape[:1].numel() for t in tensors))
+    at_once = min(S, MOST_ENTRIES // entries) if tensors else 1
+    if at_once > 1 and has_known_code(model):
+        run = partial(call_with, model, x=x)
+        return torch.vmap(run, chunk_size=at_once)(dict(parameters)).contiguous()
+    samples = zip(*(values.unbind() for values in parameters.values()), strict=True)
+    # In train mode buffers are copied for each call, so search their places again.
+    in_training = any(module.training for module in model.modules())
+    places: list[Any] | None = None if in_training else []
+    outputs = []
+    with uncompiled():
+        for sample in samples:
+            by_name = dict(zip(parameters, sample, strict=True))
+            outputs.append(call_with(model, by_name, x, places=places))
+    return torch.stack(outputs)
 
 
 def has_known_code(model: nn.Module) -> bool:
