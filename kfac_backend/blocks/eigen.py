@@ -123,12 +123,15 @@ def split_uncoupled(matrix: Float[Tensor, "*G d d"]) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(entries: Tensor, split: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the matrix to solve: the inner products of rows, or the coupled rows of a matrix."""
+    """Return the matrix to solve: the inner products of rows, or the coupled rows of a matrix.
+
+    Only the lower half of the inner products is computed, which the solver reads. It is detached.
+    """
     if split is None:
-        x, M = entries.double(), entries.shape[-2]
+        x, M = entries.detach().double(), entries.shape[-2]
         products = x.new_zeros(*x.shape[:-1], M)
         size = max(STRIP, -(-M // 8)) if x.is_cpu else max(1, M)
-        for end in range(size, M + size, size):  # the lower half, which the solver reads
+        for end in range(size, M + size, size):
             strip = slice(end - size, end)
             products[..., strip, :end] = x[..., strip, :] @ x[..., :end, :].mT
         return products
