@@ -41,6 +41,7 @@ from experiments.weight_decay import (
     late_fit,
     presets,
     sampled_updates,
+    waiting_updates,
     weight_decay_study,
 )
 from experiments.weight_decay.training import averaged_model, digits, mlp, no_norm
@@ -83,6 +84,7 @@ TABLES = {
     "price": ("speed.price",),
     "ranks_timing": ("speed.ranks_timing",),
     "sampled_updates": ("weight_decay.sampled_updates",),
+    "waiting_updates": ("weight_decay.waiting_updates",),
     "scikit_learn": ("uci.scikit_learn",),
     "step_cost": ("speed.step_cost",),
     "suspicious_labels": ("labels.suspicious_labels",),
@@ -410,6 +412,13 @@ def small_sampled_updates(patch):
     return [
         record_of(sampled_updates.run, sampled_updates.Config(name, 0.4, 0))
     ], sampled_updates.table
+
+
+def small_waiting_updates(patch):
+    name, problem = next(iter(sampled_updates.PROBLEMS.items()))
+    patch.setitem(sampled_updates.PROBLEMS, name, replace(problem, examples=60, epochs=2))
+    runs = [waiting_updates.Config(name, 0.4, 0, ratio) for ratio in waiting_updates.RATIOS]
+    return [record_of(waiting_updates.run, run) for run in runs], waiting_updates.table
 
 
 def small_any_loop(patch):
