@@ -98,10 +98,10 @@ def kronecker_factors(
 
 
 class CurvaturePass:
-    """Compute factors from single batches; the model must not change between them.
+    """Compute factors from single batches; the parameters must not change between them.
 
-    The object can be used again for the same model. It makes another proof only if the model's
-    modules, modes, hooks or forwards have changed. It has the arguments of `kronecker_factors`.
+    The object can be used again for the same model, without another proof. It has the arguments of
+    `kronecker_factors`.
 
     Raises:
         ValueError: options do not fit the likelihood, the device or the model's layers.
@@ -133,9 +133,6 @@ class CurvaturePass:
 
     def add(self, x: Any, y: Any) -> None:
         """Add one batch; see `Driver.add`."""
-        begins = self.driver.state.is_over or not self.driver.state.num_data
-        if begins and self.driver.proof.is_outdated():
-            self._assign_again()
         self.driver.add(x, y)
 
     def factors_of(
@@ -168,18 +165,12 @@ class CurvaturePass:
             driver.fisher = driver.options.make_fisher()
         stays = not repeat_proof and driver.proof.is_of_this_structure()
         if not stays and not driver.proof.renew():
-            self._assign_again()
+            assignment = assign_rules(driver.model, driver.options.unsupported)
+            driver.proof = Proof(driver.model, assignment)
         driver.kfac_approx = driver.options.kfac_approx
         driver.start()
         driver.add_all(data, "Curvature", progress)
         return self.factors()
-
-    def _assign_again(self) -> None:
-        """Assign rules to the model as it is now; the next batch makes the proof."""
-        driver = self.driver
-        assignment = assign_rules(driver.model, driver.options.unsupported)
-        driver.proof = Proof(driver.model, assignment)
-        driver.kfac_approx = driver.options.kfac_approx
 
     def factors(self) -> KroneckerFactors:
         """Return the factors of all batches: A is a mean over its terms, B a sum over the data.

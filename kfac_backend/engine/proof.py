@@ -66,30 +66,31 @@ class Proof:
         """Return whether a batch of N examples (None: unknown) can prove nothing more."""
         return self._num_examples >= min(N or 1, 2)
 
-    def is_outdated(self, *, any_mode: bool = False) -> bool:
+    def is_of_this_structure(self) -> bool:
+        """Return whether all is proved for the model's present modules, modes and parameters."""
+        if self._structure is None or not self._is_whole:
+            return False
+        return self._structure.kinds == _structure(self._model).kinds
+
+    def is_outdated(self) -> bool:
         """Return whether the model has changed since the last proof, other than in values.
 
-        It has if it now has other modules, modes (ignored with ``any_mode``), parameters, hooks or
-        forwards. This compares counters and identities. It does not find an attribute by which a
-        forward or a hook decides what it computes.
+        It has if it now has other modules, modes, parameters, hooks or forwards. This compares
+        counters and identities. It does not find an attribute by which a forward or a hook decides
+        what it computes. The answer is of this rank alone.
         """
         if self._structure is None:
             return False
         now = _structure(self._model)
-        same_modes = any_mode or now.modes == self._structure.modes
-        return not (same_modes and now.kinds == self._structure.kinds)
-
-    def is_of_this_structure(self) -> bool:
-        """Return whether all is proved for the model as it is now, except for its values."""
-        return self._is_whole and not self.is_outdated()
+        return (now.kinds, now.calls) != (self._structure.kinds, self._structure.calls)
 
     def renew(self) -> bool:
         """Request a shorter proof at other values of the parameters, which `make` then makes.
 
-        False if the model has changed otherwise, see `is_outdated`, and so needs a new proof.
+        False if the model has other modules, modes or parameters, and so needs a new proof.
         """
-        if self._structure is None:
-            return not self._num_examples
+        if not self._num_examples and self._structure is None:
+            return True
         if not self.is_of_this_structure():  # or after a partial proof
             return False
         self._num_examples, self.holds_for_masks = 0, False
@@ -257,7 +258,9 @@ class _Structure(NamedTuple):
     objects: list[Any]
     """Compared objects, which are kept because Python reuses the id of a dead one."""
     kinds: list[Any]
-    modes: list[bool]
+    """Modules, modes and parameters."""
+    calls: list[Any]
+    """Hooks and forwards, which may also change what a module computes."""
 
 
 def _structure(model: nn.Module) -> _Structure:
@@ -265,7 +268,9 @@ def _structure(model: nn.Module) -> _Structure:
     reshard(model)  # tensors that FSDP still keeps gathered are other objects
     modules = list(model.modules())
     parameters = [p for _, p in model.named_parameters(remove_duplicate=False)]
-    kinds: list[Any] = [tuple(hooks) for hooks in GLOBAL_HOOKS]
+    kinds: list[Any] = [(id(module), module.training) for module in modules]
+    kinds += [(id(p), p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
+    calls: list[Any] = [tuple(hooks) for hooks in GLOBAL_HOOKS]
     forwards: list[Any] = []
     for module in modules:
         own = vars(module)
@@ -273,7 +278,5 @@ def _structure(model: nn.Module) -> _Structure:
         forwards += forward
         # torch counts the hooks, so that no other hook gets the number of a former one.
         numbers = [sorted(own[name]) if own.get(name) else () for name in ALL_HOOKS]
-        kinds.append((id(module), type(module), *map(id, forward), *numbers))
-    kinds += [(id(p), p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
-    modes = [module.training for module in modules]
-    return _Structure([*modules, *parameters, *forwards], kinds, modes)
+        calls.append((type(module), *map(id, forward), *numbers))
+    return _Structure([*modules, *parameters, *forwards], kinds, calls)

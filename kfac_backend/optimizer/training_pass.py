@@ -233,13 +233,11 @@ class TrainingPass:
         self._finish()
         if self._now is not None:
             self._drop()
-        # The proof is made in eval mode.
-        is_outdated = self.driver.proof.is_outdated(any_mode=True)
-        if self.trained.assigned != trained or is_outdated:
+        if self.trained.assigned != trained:
             if self.driver.state.num_data:
                 raise RuntimeError(
-                    "The model was changed between the batches of one step: its modules or hooks, "
-                    "or frozen parameters. Change it between two steps."
+                    "Parameters were frozen or unfrozen between the batches of one step. Freeze "
+                    "or unfreeze them between two steps."
                 )
             self.driver.proof = Proof(self._model, self.trained.assign())
         if torch.compiler.is_dynamo_compiling():

@@ -210,4 +210,4 @@ def loss_of_average(
         buffer.copy_(before)
     problem.ranks.sum_([totals])
     total, examples = totals.tolist()
-    return total / examples
+    return total / max(examples, 1)

@@ -205,10 +205,10 @@ def sampled(
     changed.
 
     Args:
-        loader: a loader with a method ``sample``, such as `marglik.data.Batches`, whose epochs read
-            all its batches; a plain DataLoader of a map-style dataset, from whose sampler some
-            examples are drawn and collated again; or any other loader with a length, from which
-            whole batches are drawn.
+        loader: a loader with a method ``sample``, such as `marglik.data.Batches`, unless the limit
+            is smaller than its number of batches; a plain DataLoader of a map-style dataset, from
+            whose sampler some examples are drawn and collated again; or any other loader with a
+            length, from which whole batches are drawn.
             Data without a length is returned unchanged, and so is such a loader if all of it is
             requested. For `EpochBatches` the function is applied to these batches.
         number: M, of all ranks together.
@@ -220,8 +220,9 @@ def sampled(
     if isinstance(loader, EpochBatches):
         batches = sampled(loader.get_loader(), number, num_data, ranks, seed, loader.limit)
         return replace(loader, get_loader=lambda: batches, limit=None)
-    generator = torch.Generator().manual_seed(seed)
-    if hasattr(loader, "sample") and limit is None:
+    generator, total = torch.Generator().manual_seed(seed), length(loader)
+    reads_all = limit is None or (total is not None and limit >= total)
+    if hasattr(loader, "sample") and reads_all:
         return _Again(partial(loader.sample, number, BATCH_SIZE), seed)  # pyright: ignore
     if _is_of_examples(loader):
         batches = loader.batch_sampler  # pyright: ignore[reportAttributeAccessIssue]
@@ -232,7 +233,6 @@ def sampled(
         starts = range(0, M, BATCH_SIZE)
         parts = [chosen[i : i + BATCH_SIZE] for i in starts]
         return _with_batches(loader, parts, generator)  # pyright: ignore[reportArgumentType]
-    total = length(loader)
     if limit is None and (total is None or number >= num_data):
         return own_iteration(loader)
     if total is None or number >= num_data:  # for a stream the first ones: it may be endless

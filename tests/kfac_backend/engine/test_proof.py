@@ -642,31 +642,6 @@ def test_a_later_pass_proves_what_may_have_changed():
         later()
 
 
-@pytest.mark.parametrize("again", ["add", "factors_of", "factors_of, no proof"])
-def test_a_later_pass_sees_hooks_and_forwards(again):
-    """They change what a layer computes, and neither its parameters nor its class."""
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), normal(9, 3)
-    y = torch.arange(9) % 2
-    curvature = CurvaturePass(model, "classification")
-
-    def later():
-        if again != "add":
-            return curvature.factors_of([(x, y)], repeat_proof=again == "factors_of")
-        curvature.add(x, y)
-        return curvature.factors()
-
-    plain = later()
-    hook = model[0].register_forward_hook(lambda m, args, output: 3 * output)
-    expected = kronecker_factors(model, [(x, y)], "classification")
-    assert_same(later(), expected)
-    assert error(expected.to_dense("0.weight"), plain.to_dense("0.weight")) > 0.1
-    hook.remove()
-    assert_same(later(), plain)
-    model[1].forward = lambda x: torch.tanh(x - x.mean(0))
-    with pytest.raises(NotImplementedError, match="the rows of different examples mix"):
-        later()
-
-
 def test_a_pass_after_one_that_failed_proves_all_again():
     """Weights of NaN prove nothing of a layer that runs on what all examples share."""
     model = random_model(

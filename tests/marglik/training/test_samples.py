@@ -72,6 +72,12 @@ def test_a_sample_of_limited_epochs_is_of_their_batches(name):
     assert 100 <= len(some) < 116 and set(read).issuperset(some)
 
 
+def test_a_limit_of_all_batches_draws_examples_and_not_batches():
+    loader = Batches(X, Y, 16)
+    limited = sampled(loader, 100, N, ALONE, 1, limit=len(loader))
+    assert examples_of(limited) == examples_of(sampled(loader, 100, N, ALONE, 1))
+
+
 @pytest.mark.parametrize("name", ["batches", "shuffled"])
 def test_the_loaders_own_random_numbers_stay(name):
     def order(uses_sample):
