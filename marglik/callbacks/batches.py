@@ -45,6 +45,7 @@ class StepInputs:
         self._outside = [m for m in self._modes if m not in inside]
         self._first: Any = None
         self._handle: Any = None
+        self._is_watching = False
 
     def read(self, batch: Any, number: int) -> SplitBatch:
         """Return the network's inputs in a training step with this batch, and its targets."""
@@ -94,10 +95,14 @@ class StepInputs:
     def watch(self) -> None:
         """Warn if inputs of the next training step differ from the first pass beyond chance."""
         self._handle = self._network.register_forward_pre_hook(self._compare, with_kwargs=True)
+        self._is_watching = True
 
     def _compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
-            self.close()
+            is_first = self._is_watching
+            self.close()  # K-FAC as an optimiser restores the hooks after a call
+            if not is_first:
+                return
             ours, theirs = _numbers(self._first), _numbers(self._input_of(args, kwargs))
             if difference := _difference(ours, theirs):
                 warnings.warn(
@@ -112,8 +117,9 @@ class StepInputs:
 
     def check_called(self, name: str) -> None:
         """Warn if the first training step has not called the network."""
-        if self._handle is not None:
-            self.close()
+        was_called = not self._is_watching
+        self.close()
+        if not was_called:
             warnings.warn(
                 f"The training step did not call {name}. Curvature passes call it with the inputs "
                 "of the batches, which may differ from the inputs of the training. Pass the "
@@ -126,7 +132,7 @@ class StepInputs:
         """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
-        self._handle = None
+        self._is_watching = False
 
 
 class _Called(BaseException):
