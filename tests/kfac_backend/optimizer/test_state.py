@@ -199,7 +199,7 @@ REFUSED = {
     "factors in float32": (
         lambda state: of_kfac(state, cast), "'0.weight' are in torch.float32.*was cast",
     ),
-    "nothing": (lambda _: {}, "lacks 'param_groups', 'state', 'preconditioner'. It is empty"),
+    "nothing": (lambda _: {}, "lacks 'param_groups', 'state', 'preconditioner'. .* empty"),
     **{
         f"no {key}": (
             lambda state, key=key: of_kfac(state, lambda own: without(own, key)),
