@@ -48,12 +48,13 @@ class PriorConfig(Schedule):
         method: method that maximises the evidence in an update. adam takes gradient steps. mackay
             iterates MacKay's fixed point, which needs no step size. fixed makes no updates: it
             keeps weight_decay, and in regression a noise of 1.
-        curvature_from: data of the curvature pass of an update. auto uses a sample of the data. It
-            estimates the curvature (fisher=random_signs) if exact passes over all data, one in each
-            update, would together take longer than the training. The last update of auto uses all
-            data and is exact. If this would take longer than a tenth of the training, the last
-            update is an estimate, too. pass uses all data in each update, with the options of
-            curvature.
+        curvature_from: data of the curvature pass of an update. pass uses all data in each update,
+            with the options of curvature. auto uses a random sample, usually so large that the pass
+            takes a tenth of the time of the training steps between two updates. The pass of auto is
+            exact, unless an exact pass over all data would take longer than these training steps.
+            It is then an estimate (fisher=random_signs). The last update of auto uses all data and
+            is exact. If this would take longer than a tenth of the training, the last update is an
+            estimate, too.
     """
 
     weight_decay: float = WEIGHT_DECAY
@@ -94,8 +95,9 @@ class RunConfig:
             and always before an update.
         overwrite: whether to replace a run in the output folder.
         members: number of networks in the ensemble. The first network learns the weight decays.
-            Each other network starts from other initial parameters, and uses the learned weight
-            decays at the same epochs. Each network costs one training run.
+            Each other network starts from other initial parameters, and in each epoch uses the
+            weight decays that the first network had in this epoch. Each network costs one training
+            run.
         baseline: whether to train a plain network for comparison, with the initial weight decay, a
             cosine learning rate schedule, and no averaging of the parameters. By default it is
             trained if this takes less than 20 seconds or a quarter of the run. resume can add it
