@@ -170,9 +170,9 @@ class DecayPolicy:
             decrease (nats, a sum over the data) exceeds γ/2, by which γ parameters that fit only
             noise lower the loss. "warn" logs a warning at the first update in the second half of
             the epochs, if both hold. "hold" also lets no weight decay rise while both hold, and
-            reverts a raised start. It is not the default, because it raises the NLL by 0.01 with
-            BatchNorm and wrong labels. It lowers the NLL by 0.04 for convolutions with GroupNorm in
-            batches of 128 (`experiments.weight_decay.late_fit`).
+            reverts a raised start. It lowers the NLL by 0.04 for convolutions with GroupNorm in
+            batches of 128. It is not the default, because a network that fits late can also gain
+            from high weight decays (`experiments.weight_decay.late_fit`).
         raise_limit: largest c of a common factor e^c on the decays of all weights, chosen by the
             held-out labels of a classifier; None for no such factor. At each update except the
             last, the rule evaluates the average of the parameters on the held-out data, with τ and
