@@ -40,14 +40,14 @@ else:
 print(splits.name)
 
 
-def tensors(images):
+def tensors(images, labels):
     """Images (N, 3, 32, 32) in 0..1, and labels."""
-    x = images.images.float() / 255
+    x = images.float() / 255
     x = x.expand(-1, 3, -1, -1)
-    return interpolate(x, (32, 32)), images.labels
+    return interpolate(x, (32, 32)), labels
 
 
-(x, y), (x_test, y_test) = tensors(splits.train), tensors(splits.test)
+(x, y), (x_test, y_test) = tensors(*splits.train), tensors(*splits.test)
 x, y, held_out = x[200:], y[200:], (x[:200], y[:200])
 
 # %% [markdown]
