@@ -232,7 +232,8 @@ def confidence_threshold(
     group may contain up to three mistakes, so that an early mistake does not end the sequence.
 
     Args:
-        confidence: confidences (N,) of held-out answers; higher is more confident.
+        confidence: confidences (N,) of answers to data that were not used for training or
+            calibration; higher is more confident.
         right: whether each answer is correct, boolean (N,).
         risk: largest share of wrong answers, between 0 and 1.
         level: probability that the threshold holds, between 0 and 1.
