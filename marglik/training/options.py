@@ -48,8 +48,8 @@ class Schedule:
     Args:
         epochs: number of passes over the training data; None if it is not known.
         every: number of epochs between updates. None (null) spreads 20 updates over the epochs.
-        burn_in: number of the first epoch that may end with an update. Epochs are counted from 1, so
-            0 and 1 have the same effect.
+        burn_in: number of the first epoch that may end with an update. Epochs are counted from 1,
+            so 0 and 1 have the same effect.
         steps: number of hyperparameter steps in each update. The number bounds the change in one
             update: 10 steps of Adam with step size 0.1 on log δ change a weight decay by at most a
             factor of e.
