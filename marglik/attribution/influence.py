@@ -106,8 +106,9 @@ def influence(
 
     A training example with a large positive I for the loss of q supports the label of q: without
     it, the loss rises. The columns follow the order of ``train``. ``scores.topk(5)`` has the five
-    most helpful examples of each query. The score is exact for a quadratic loss up to the leverage
-    h_n of example n: the true change is I / (1 − h_n). This holds for damping="evidence".
+    most helpful examples of each query. For an output of linear regression (one `Linear` layer,
+    damping="evidence"), the true change is exactly I / (1 − h_n), with the leverage h_n of example
+    n. For a loss, the score is a first-order estimate.
 
     Args:
         posterior: the fitted posterior, at the network's weights.

@@ -58,7 +58,8 @@ class Acquisition:
     """Positions of the chosen inputs in the pool, in the order of choice."""
     gain: Float[Tensor, " number"]
     """Score of each chosen input. For a joint choice it is the information (nats) that its label
-    adds to the labels of the inputs chosen before."""
+    adds to the labels of the inputs chosen before; for "lcmd" it is the squared distance (σ²) from
+    the nearest labelled or chosen input."""
     scores: Float[Tensor, " M"]
     """Score of each input of the pool on its own; NaN for inputs that already have labels."""
     method: AcquisitionMethod
