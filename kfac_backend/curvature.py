@@ -43,8 +43,8 @@ def kronecker_factors(
 
     Before the pass, up to eight examples of the first batch run a few times through the model (the
     whole batch, if the model does not accept a smaller one). This proves that the hooks capture all
-    uses of the parameters and that examples do not mix. If the first batch has one example, a part
-    of the proof waits for the first larger batch.
+    uses of the parameters and that these examples do not mix. If the first batch has one example, a
+    part of the proof waits for the first larger batch.
 
     Args:
         model: any model of the supported layers (`kfac_backend.layers`); a layer may run several

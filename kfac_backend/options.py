@@ -116,27 +116,29 @@ class PassOptions(Options):
             (GGN). For each loss term of an example it takes C - 1 backward passes per batch
             (classification with C classes), or C (other likelihoods with C outputs). mc and
             random_signs estimate the GGN without bias, with one backward pass for each of the
-            random draws (one by default). random_signs sums the columns of a root of the loss
-            Hessian (with respect to the outputs) with random signs. mc draws labels from the model
-            for classification, noisy_classification and bernoulli, and is noisier if the model is
-            confident. For other likelihoods, mc is the same as random_signs. empirical uses the
-            gradients of the data's own labels, with one backward pass for each loss term.
+            random draws (one by default). random_signs starts each backward pass from S e, where S
+            Sᵀ is the Hessian of the loss with respect to the outputs, and e is a vector of random
+            signs. mc draws labels from the model for classification, noisy_classification and
+            bernoulli, and is noisier if the model is confident. For other likelihoods, mc is the
+            same as random_signs. empirical uses the gradients of the data's own labels, with one
+            backward pass for each loss term.
         mc_samples: number of random draws per example with fisher=mc or random_signs. More draws
             reduce the noise and cost a backward pass each.
         unsupported: treatment of parameters in layers that have no K-FAC rule. error stops. freeze
             treats these parameters as constants. diagonal computes the exact diagonal of their
             block, which is slow. diagonal also applies to parameters that have a rule but are used
             in a way that the rule does not cover.
-        backward_precision: precision of the backward passes. bf16 (CPU) is faster than float32.
-            tf32 (GPU) is faster with large batches (on WRN-16-4 with 500 images, but not with 128).
-            Both make the gradient factors less exact (by up to 0.3 % on WRN-16-4 in bf16). The
-            input factors A are not affected.
+        backward_precision: precision of the backward passes. bf16 is faster than float32 on a CPU,
+            and has no effect on a GPU. tf32 is faster on a GPU with large batches (on WRN-16-4 with
+            500 images, but not with 128), and has no effect on a CPU. Both make the gradient
+            factors less exact (by up to 0.3 % on WRN-16-4 in bf16). The input factors A are not
+            affected.
         diagonal_above: limit for layers of large vocabularies. If a weight has more rows than this
             number, its factor B and the block of its bias are diagonal. The curvature between two
             different rows is then zero. The block of a single row is the same as with the complete
-            B. For a tied weight, only the trace of this block is the same. Tensors that contain the
-            weights of several linear maps, such as the in_proj_weight of attention, are not
-            affected. null keeps all factors whole.
+            B. If two layers share the weight, this block keeps only the trace of the sum of both
+            layers' blocks. Tensors that contain the weights of several linear maps, such as the
+            in_proj_weight of attention, are not affected. null keeps all factors whole.
         expand_scaling: scale of the blocks of expand. "positions" is the paper's main definition:
             the input factor A is a mean over all examples and positions. "examples" divides the
             same sum by the number of examples, as in the paper's appendix. The block of a weight or

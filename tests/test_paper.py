@@ -270,8 +270,9 @@ def numbers():
         },
         "Figure 3: the share": [f"{e[3]} and {r[3]}"],
         "Section 4.2": [
-            f"with the same ranges ± {e[1].split()[-1]} and ± {r[1].split()[-1]} steps",
-            f"expand with lower ranges ± {lower[1].split()[-1]} steps",
+            f"expand ± {e[1].split()[-1]} steps ({e[0]} seeds)",
+            f"reduce ± {r[1].split()[-1]} steps",
+            f"lower ranges: expand ± {lower[1].split()[-1]} steps",
         ],
         "Section 4: the control of figure 3": [f"{c[2]} ({c[1]} steps, {c[0]} seeds)"],
         "Figure 5: steps": [

@@ -50,11 +50,11 @@ class PriorConfig(Schedule):
             keeps weight_decay, and in regression a noise of 1.
         curvature_from: data of the curvature pass of an update. pass uses all data in each update,
             with the options of curvature. auto uses a random sample, usually so large that the pass
-            takes a tenth of the time of the training steps between two updates. The pass of auto is
-            exact, unless an exact pass over all data would take longer than these training steps.
-            It is then an estimate (fisher=random_signs). The last update of auto uses all data and
-            is exact. If this would take longer than a tenth of the training, the last update is an
-            estimate, too.
+            takes a tenth of the time of the training steps between two updates. From the sample,
+            auto computes the exact GGN if an exact pass over all data would take no longer than
+            these training steps. Otherwise it estimates the GGN (fisher=random_signs). The last
+            update of auto computes the exact GGN of all data. If this would take longer than a
+            tenth of the training, the last update is an estimate, too.
     """
 
     weight_decay: float = WEIGHT_DECAY
@@ -91,8 +91,8 @@ class RunConfig:
         resume: whether to continue the run in the output folder, with the same options as before.
             If there is no run, a new run starts. On a CPU with the same number of threads, a
             resumed run gives exactly the results of an uninterrupted run. resume takes precedence
-            over overwrite. Checkpoints are written after epochs and updates, at most once a minute,
-            and always before an update.
+            over overwrite. A checkpoint is written at the start, before each update and at the end.
+            Further checkpoints follow after epochs and updates, but at most one a minute.
         overwrite: whether to replace a run in the output folder.
         members: number of networks in the ensemble. The first network learns the weight decays.
             Each other network starts from other initial parameters, and in each epoch uses the

@@ -153,11 +153,12 @@ def acquire_rows(
         number: number of rows to choose.
         output: CSV file to write the rows to, outside of all folders of runs.
         method: score of a row. mutual_information is the information of the label about the
-            parameters in nats, under the uncalibrated posterior. epig, for regression, is the
-            information of the label about the label of another row, as a mean over other rows. lcmd
-            is the distance from the nearest labelled row, and needs train. entropy and margin are
-            computed from the predicted class probabilities. random is a random number. auto uses
-            mutual_information. For regression it uses lcmd, or epig without train.
+            parameters in nats, under the uncalibrated posterior. epig (for regression alone) is the
+            information that the label of this row gives about the label of another row, averaged
+            over up to 250 random rows of the pool. lcmd is the distance from the nearest labelled
+            row, and needs train. entropy and margin are computed from the predicted class
+            probabilities. random is a random number. auto uses mutual_information. For regression
+            it uses lcmd, or epig without train.
         joint: whether each choice takes into account that the earlier choices will be labelled, so
             that similar rows are not chosen together. It has an effect for mutual_information, epig
             and lcmd, if the network is small enough for the posterior of all layers.
