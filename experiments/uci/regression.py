@@ -102,11 +102,13 @@ class Training:
     steps: int
     batch_size: int
     lr: float
+    layers: int = 1
+    """Number of hidden layers of this width."""
 
     def network(self, num_features: int, seed: int) -> MLP:
         """A new network in float64; at this size its steps cost no more than in float32."""
         torch.manual_seed(seed)
-        return MLP(num_features, (self.hidden,), 1, "tanh").double()
+        return MLP(num_features, (self.hidden,) * self.layers, 1, "tanh").double()
 
     def batches(self, data: Pair, seed: int) -> Batches:
         """Mini-batches of the training data, in a new order each epoch."""

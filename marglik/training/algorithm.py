@@ -47,6 +47,7 @@ from marglik.training.learned_numbers import (
     learn_label_noise,
     likelihood_step,
     log_benefit_of_held_out,
+    log_lost_strength,
 )
 from marglik.training.problem import Problem, check_optimizer, look_at_data
 from marglik.training.samples import curvature_plan, pass_of_update
@@ -271,6 +272,7 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
         state.posterior.gather()  # so that one rank alone can predict
     decay_policy.warn_at_the_end(problem, state)
     log_benefit_of_held_out(problem, state)
+    log_lost_strength(problem, state)
     return numbers
 
 

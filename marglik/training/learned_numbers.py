@@ -36,7 +36,7 @@ from torch import Tensor
 from kfac_backend.engine.batches import check_read_twice
 from kfac_backend.engine.model_calls import forked_random_numbers
 from kfac_backend.extras import extra
-from kfac_backend.likelihoods import Likelihood
+from kfac_backend.likelihoods import Heteroscedastic, Likelihood
 from kfac_backend.sharding import check_whole
 from marglik.augmentation.ranges import evidence_gradient
 from marglik.eval_mode import eval_mode
@@ -191,6 +191,29 @@ def likelihood_step(
     parameters = dict(zip(names, (xi.detach().tolist() for xi in moved()), strict=True))
     noise = torch.tensor(parameters["noise"] if likelihood.has_sigma else 1.0, dtype=torch.float64)
     return likelihood.replace(**parameters), sigma * noise.log().mean().exp()
+
+
+SMALLEST_STRENGTH = 1e-3
+"""Strength of "heteroscedastic" below which all inputs have about the same noise."""
+
+
+def log_lost_strength(problem: Problem, state: LearnerState) -> None:
+    """Log if the learned noise of "heteroscedastic" no longer depends on the input.
+
+    If the first updates lower the strength k before the network has fitted the means, u hardly
+    changes the noise any more, and k may fall until the end (`experiments.uci.input_noise`).
+    """
+    likelihood = getattr(state.likelihood, "of", state.likelihood)  # without weights of examples
+    learns_strength = "strength" in problem.learned_by_evidence
+    if not isinstance(likelihood, Heteroscedastic) or not learns_strength or problem.ranks.rank:
+        return
+    if (strength := likelihood.parameters["strength"].item()) < SMALLEST_STRENGTH:
+        _logger.warning(
+            "the learned strength of the noise is %.1e, so all inputs have about the same noise. "
+            "If the noise should depend on the input, train with 'heteroscedastic(strength=1.0)', "
+            "and compare both on held-out data.",
+            strength,
+        )
 
 
 # --- the share of wrong labels ---

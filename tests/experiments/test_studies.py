@@ -1,6 +1,7 @@
 """Every study: its smallest run, its tables from the JSON alone, and what is run at all."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from experiments.speed import (
 from experiments.speed import large_classes as classes
 from experiments.studies import SHIPPED, record_of
 from experiments.table2 import marglik_cifar10 as table2
-from experiments.uci import beyond_the_data, likelihoods, regression
+from experiments.uci import beyond_the_data, input_noise, likelihoods, regression
 from experiments.weight_decay import (
     any_loop,
     default_options,
@@ -75,6 +76,7 @@ TABLES = {
     "language_model_pass": ("speed.language_model_pass",),
     "large_classes": ("speed.large_classes",),
     "held_out_labels": ("weight_decay.held_out_labels",),
+    "input_noise": ("uci.input_noise",),
     "late_fit": ("weight_decay.late_fit",),
     "latency": ("predictions.latency",),
     "learned_ranges": ("augmentation.learned_ranges",),
@@ -256,15 +258,31 @@ def small_uci(patch):
 
 
 def small_uci_likelihoods(patch):
-    cases = "regression", "heteroscedastic", "poisson 10"
+    cases = "regression", "heteroscedastic", "student_t", "negative_binomial 10"
     found = [record_of(likelihoods.run, likelihoods.Config("yacht", case, 1, 40)) for case in cases]
     for result in found:
         ways = result["splits"][0]["ways"]
         assert len({way["log_likelihood"] for way in ways.values()}) == len(ways)
-        assert ("plain" in ways) == (result["config"]["case"] in likelihoods.WITH_PLAIN)
-    of_inputs = found[1]["splits"][0]["ways"]["cosine"]
-    assert "strength" in of_inputs["likelihood"]
+    of_inputs, *others = (result["splits"][0]["ways"] for result in found[1:])
+    assert "strength" in of_inputs["cosine"]["likelihood"]
+    assert of_inputs["plain"]["likelihood"] == "heteroscedastic"
+    for ways, name in zip(others, ("scale", "r"), strict=True):  # "plain" fits the number, too
+        start = likelihoods.likelihood_of(ways["plain"]["likelihood"].partition("(")[0])
+        fitted = likelihoods.likelihood_of(ways["plain"]["likelihood"])
+        assert abs(fitted.parameters[name] - start.parameters[name]) > 0.05
     return found, likelihoods.report
+
+
+def small_input_noise(patch):
+    configs = [input_noise.Config("wave", 2, 2, 3), input_noise.Config("diabetes", 1, 2, 3)]
+    found = [record_of(input_noise.run, config) for config in configs]
+    of_wave, of_diabetes = (result["runs"][0] for result in found)
+    assert of_wave["ways"].keys() == {*input_noise.WAYS, "plain", "plain, constant rate"}
+    assert (of_wave["num_data"], of_diabetes["num_data"]) == (150, 354)
+    # The true noise is 0.05 for half of the inputs and 0.3 for the others.
+    entropy = 0.5 * (1 + math.log(2 * math.pi)) + 0.5 * math.log(0.05 * 0.3)
+    assert of_wave["best"] == pytest.approx(-entropy, abs=0.05)
+    return found, input_noise.report
 
 
 def small_beyond_the_data(patch):

@@ -371,3 +371,27 @@ def test_noise_that_depends_on_the_input_is_learned_from_150_points():
     assert 0.04 < noise[x_test < -0.4].median() < 0.09
     assert 0.24 < noise[x_test > 0.4].median() < 0.42
     assert nll < -0.45  # maximum likelihood, stopped early: −0.52; k from 0.01: −0.23
+
+
+@pytest.mark.parametrize("likelihood", ["heteroscedastic", "weighted(of='heteroscedastic')"])
+def test_a_lost_strength_is_logged(likelihood, caplog):
+    """A strength near 0 makes the noise the same for all inputs; the log names the way out."""
+    x, y = wave(50, 0)
+    if likelihood.startswith("weighted"):
+        y = torch.cat([y, torch.ones_like(y)], 1)
+
+    def finish(**options):
+        caplog.clear()
+        model = deep_network(10, 0).double()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        learner = PriorLearner(likelihood)
+        learner.start(model, optimizer, [(x, y)], 1)
+        learner.likelihood.loss(model(x), y).div(len(x)).backward()
+        optimizer.step()
+        of = likelihood_of("heteroscedastic").replace(**{"noise": 1.0, "strength": 1.0, **options})
+        learner.state.likelihood = learner.likelihood.replace(**of.options)
+        learner.finish()
+        return caplog.text
+
+    assert "train with 'heteroscedastic(strength=1.0)'" in finish(strength=1e-4)
+    assert "learned strength" not in finish(strength=0.01)
