@@ -434,9 +434,13 @@ def calibrations_of(
     wrong = max(fit.map_calibration.label_noise for fit in fits.values()) * (C - 1) / C
     if posterior.likelihood.name == "classification" and wrong > WRONG_LABELS and ranks.rank == 0:
         _logger.warning(
-            "About %.0f %% of the held-out labels seem to be wrong. The likelihood "
+            "About %.0f %% of the held-out labels seem to be wrong. %sThe likelihood "
             "noisy_classification models wrong labels in training, too, see docs/label-noise.md.",
             100 * wrong,
+            "Predictions are for the true labels. If the test labels are wrong as often, pass "
+            "PredictiveConfig(labels='observed'). "
+            if config.labels == "true"
+            else "",
         )
     posterior.calibrations |= {label: asdict(fit) for label, fit in fits.items()}
     return fits
