@@ -237,8 +237,7 @@ class MarglikClassifier(ClassifierMixin, Estimator):
         self.classes_ = labels.classes_
         if len(self.classes_) < 2:
             raise ValueError(
-                f"y has only the class {str(self.classes_[0])!r}. A classifier needs at least two "
-                "classes."
+                f"y contains one class, {str(self.classes_[0])!r}. A classifier needs at least two."
             )
         return self._fit(X, labels.transform(y), len(self.classes_))
 

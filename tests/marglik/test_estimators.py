@@ -143,7 +143,7 @@ def test_few_examples_calibrate_nothing():
     inputs = torch.tensor((X[:60] - X[:60].mean(0)) / X[:60].std(0))
     at_map = few.model_(inputs).softmax(1).detach()
     torch.testing.assert_close(torch.tensor(few.predict_proba(X[:60])), at_map)
-    with pytest.raises(ValueError, match="y has only the class 'low'"):
+    with pytest.raises(ValueError, match="y contains one class, 'low'"):
         MarglikClassifier().fit(X[:3], ["low"] * 3)
 
 
