@@ -293,7 +293,7 @@ def numbers():
             f"{nll[0]:.3f} and {nll[1]:.3f}",
             f"augmented {augmented[0]:.3f} and {augmented[1]:.3f}",
         ],
-        "Table 2: accuracy is higher": [
+        "Table 2: without augmentation": [
             f"{name}{both[0]:.2f} % and {both[1]:.2f} %"
             for name, both in zip(("", "augmented "), accuracy, strict=True)
         ],

@@ -50,10 +50,10 @@ class PriorConfig(Schedule):
             keeps weight_decay, and in regression a noise of 1.
         curvature_from: data of the curvature pass of an update. pass uses all data in each update,
             with the options of curvature. auto uses a random sample, usually so large that the pass
-            takes a tenth of the time of the training steps between two updates. From the sample,
-            auto computes the exact GGN if an exact pass over all data would take no longer than
-            these training steps. Otherwise it estimates the GGN (fisher=random_signs). The last
-            update of auto computes the exact GGN of all data. If this would take longer than a
+            takes a tenth of the time of the training steps between two updates. If an exact pass
+            over all data would take at most as long as these training steps, auto computes the
+            exact GGN of the sample. Otherwise it estimates the GGN of the sample
+            (fisher=random_signs). The last update of auto computes the exact GGN of all data. If this would take longer than a
             tenth of the training, the last update is an estimate, too.
     """
 

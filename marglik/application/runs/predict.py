@@ -155,8 +155,8 @@ def acquire_rows(
         method: score of a row. mutual_information is the information of the label about the
             parameters in nats, under the uncalibrated posterior. epig (for regression alone) is the
             information that the label of this row gives about the label of another row, averaged
-            over up to 250 random rows of the pool. lcmd is the distance from the nearest labelled
-            row, and needs train. entropy and margin are computed from the predicted class
+            over up to 250 random rows of the pool. lcmd chooses rows that are far from the
+            labelled and the chosen rows, and needs train. entropy and margin are computed from the predicted class
             probabilities. random is a random number. auto uses mutual_information. For regression
             it uses lcmd, or epig without train.
         joint: whether each choice takes into account that the earlier choices will be labelled, so
