@@ -149,12 +149,13 @@ def table(results: list[Result]) -> str:
     rows = [["network", "wrong", "seeds", "cost, all data", "cost, sampled", "NLL, no decay",
              "NLL, all data", "NLL, sampled", "sampled − all", "sampled − no decay",
              "decays differ by"]]  # fmt: skip
-    pairs = [
+    parts = [
         (problem, wrong, [run for run in runs if (run["config"]["seed"] >= FURTHER) == is_further])
         for (problem, wrong), runs in grouped(results, "problem", "wrong").items()
         for is_further in (False, True)
     ]
-    for problem, wrong, runs in pairs:
+    means = dict[float, list[float]]()
+    for problem, wrong, runs in parts:
         if not runs:
             continue
         seeds = [run["results"] for run in runs]
@@ -170,6 +171,8 @@ def table(results: list[Result]) -> str:
             [a - b for a, b in zip(nlls["sampled"], nlls[other], strict=True)]
             for other in ("all data", "plain")
         ]
+        if min(numbers) < FURTHER:
+            means.setdefault(wrong, []).append(statistics.fmean(differences[0]))
         factors = [
             math.exp(statistics.median(abs(math.log(a / b)) for a, b in pairs_of_decays(seed)))
             for seed in seeds
@@ -181,9 +184,15 @@ def table(results: list[Result]) -> str:
             *(mean_with_error(values, "{:+.3f}") for values in differences),
             f"{statistics.fmean(factors):.2f}",
         ])  # fmt: skip
+    summary = [["wrong", "rows", "sampled − all"]] + [
+        [f"{wrong:.0%}", str(len(values)), mean_with_error(values, "{:+.4f}")]
+        for wrong, values in means.items()
+    ]
     return (
         "Costs are seconds of one thread in plain trainings; the last column is the median factor "
-        "between the decays of the two.\n\n" + markdown(rows)
+        f"between the decays of the two.\n\n{markdown(rows)}\n\n"
+        "Means over the rows with seeds from 0, with errors over these rows:\n\n"
+        + markdown(summary)
     )
 
 
