@@ -358,6 +358,25 @@ class OnlineTraining:
         steps = self.learner.state.steps[-1] / self._epoch * (self._epochs - self._epoch)
         return PolynomialLR(self.learner.problem.parts[0].optimizer, round(steps))
 
+    def _end_fall_with_training(self) -> None:
+        """Let a restored falling rate reach zero after the last epoch, whose number may be new.
+
+        Raises:
+            ValueError: the rate is already zero, and epochs follow.
+        """
+        assert isinstance(self.scheduler, PolynomialLR)
+        done, left = self.scheduler.last_epoch, self._epochs - self._epoch
+        steps_of_epoch = self.learner.state.steps[-1] / self._epoch
+        if left == round((self.scheduler.total_iters - done) / steps_of_epoch):
+            return  # the same number of epochs: keep the saved number of steps
+        if done >= self.scheduler.total_iters:
+            raise ValueError(
+                "The learning rate of the saved run has fallen to zero after "
+                f"{self._epoch} epochs. It cannot train for {self._epochs} epochs. Start a new run "
+                "with this number."
+            )
+        self.scheduler.total_iters = done + round(steps_of_epoch * left)
+
     def _take_steps(self, epoch: int) -> Record:
         start = time.perf_counter()
         self.model.train()
@@ -543,8 +562,9 @@ class OnlineTraining:
         """Load a result of `state_dict`.
 
         Raises:
-            ValueError: the state belongs to another run, or lacks entries, or its learning rate
-                falls by itself although ``scheduler`` is given.
+            ValueError: the state belongs to another run, lacks entries, or has a schedule where
+                this loop has none, or the reverse; or the learning rate of the saved run has
+                fallen to zero, and there are more epochs now.
         """
         parts = "model", "optimizer", "scheduler", "precision", "learner", "probabilities"
         others = "falls", "epoch", "random", "records", "seconds"
@@ -556,6 +576,12 @@ class OnlineTraining:
                 "The saved run has no schedule of yours: OnlineTraining lets its learning rate "
                 "fall. To resume it, pass scheduler=None."
             )
+        if not state["falls"] and (state["scheduler"] is None) != (self.scheduler is None):
+            has, way = ("no", "None") if state["scheduler"] is None else ("a", "the same schedule")
+            raise ValueError(
+                f"The saved run has {has} learning-rate schedule. To resume it, pass {way} as "
+                "scheduler=."
+            )
         self.learner.load_state_dict(state["learner"])
         self._start()  # start again, from this state
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
@@ -566,6 +592,8 @@ class OnlineTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        if self._falls:
+            self._end_fall_with_training()
         if self.fabric is not None:
             self.fabric.strategy.precision.load_state_dict(state["precision"])
         if self.probabilities is not None:

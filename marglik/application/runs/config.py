@@ -53,8 +53,9 @@ class PriorConfig(Schedule):
             takes a tenth of the time of the training steps between two updates. If an exact pass
             over all data would take at most as long as these training steps, auto computes the
             exact GGN of the sample. Otherwise it estimates the GGN of the sample
-            (fisher=random_signs). The last update of auto computes the exact GGN of all data. If this would take longer than a
-            tenth of the training, the last update is an estimate, too.
+            (fisher=random_signs). The last update of auto computes the exact GGN of all data. If
+            this would take longer than a tenth of the training, the last update is an estimate,
+            too.
     """
 
     weight_decay: float = WEIGHT_DECAY

@@ -124,6 +124,36 @@ def test_a_run_whose_rate_falls_is_not_resumed_with_a_schedule():
         again.load_state_dict(run.state_dict())
 
 
+@pytest.mark.parametrize("epochs", [8, 9, 11])
+def test_a_falling_rate_reaches_zero_after_the_new_number_of_epochs(epochs):
+    run = training()
+    for _ in range(7):
+        run.train_epoch()
+    again = training(epochs=epochs)
+    again.load_state_dict(run.state_dict())
+    found, left = rates(again)[7:], epochs - 7
+    expected = [RATE * 8 / 12 * (1 - epoch / left) for epoch in range(1, left + 1)]
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_rate_that_has_fallen_to_zero_cannot_train_for_more_epochs():
+    run = training()
+    run.run()
+    training().load_state_dict(run.state_dict())  # the control: no more epochs
+    with pytest.raises(ValueError, match="fallen to zero after 9 epochs"):
+        training(epochs=11).load_state_dict(run.state_dict())
+
+
+@pytest.mark.parametrize("saved", [None, partial(ConstantLR, factor=1.0)])
+def test_a_schedule_is_not_dropped_or_added_by_a_resume(saved):
+    other = partial(ConstantLR, factor=1.0) if saved is None else None
+    run = training(noise=3.0, scheduler=saved)
+    run.train_epoch()
+    training(noise=3.0, scheduler=saved).load_state_dict(run.state_dict())  # the control
+    with pytest.raises(ValueError, match="learning-rate schedule. To resume it, pass"):
+        training(noise=3.0, scheduler=other).load_state_dict(run.state_dict())
+
+
 def test_the_noise_of_steps_is_what_the_average_removes():
     """½ log(L/L̄) with L̄ at the average by hand; the latest parameters have another loss."""
     run = training()
