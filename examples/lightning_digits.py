@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from marglik import calibrate, compute_metrics, map_predictive, predict_all
+from marglik import Posterior, calibrate, compute_metrics, map_predictive, predict_all
 from marglik.callbacks.lightning import MarginalLikelihood  # (1)
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -110,15 +110,25 @@ print("log evidence per example:", *(f"{e / len(train):.3f}" for e in prior.lear
 # ## What it brings
 # The predictions are from the posterior. Held-out images determine the scale of its covariance (s),
 # the temperature of the outputs (τ) and the share of random labels (ε). If s is 0, the predictive
-# is temperature scaling, and the last two rows are the same.
+# is temperature scaling, and the last two rows are the same. The network without weight decay gets
+# a temperature, too.
+
 
 # %%
+def temperature(predict):
+    """The temperature of the network alone."""
+    return predict.calibration_fit.map_calibration.output_temperature
+
+
 laplace = calibrate(prior.posterior, DataLoader(held_out, 100))
-scaled = laplace.calibration_fit.map_calibration.output_temperature
+of_plain = Posterior(plain, "classification")
+of_plain.fit(DataLoader(train, 100))
+tau_plain = temperature(calibrate(of_plain, DataLoader(held_out, 100)))
 predictives = {
     "without weight decay": map_predictive(plain),
+    "... temperature-scaled": map_predictive(plain, output_temperature=tau_plain),
     "MAP": map_predictive(network),
-    "temperature-scaled MAP": map_predictive(network, output_temperature=scaled),
+    "temperature-scaled MAP": map_predictive(network, output_temperature=temperature(laplace)),
     "calibrated Laplace": laplace,
 }
 found = {

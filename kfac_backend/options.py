@@ -117,9 +117,10 @@ class PassOptions(Options):
             (classification with C classes), or C (other likelihoods with C outputs). mc and
             random_signs estimate the GGN without bias, with one backward pass for each of the
             random draws (one by default). random_signs starts each backward pass from S e, where S
-            Sᵀ is the Hessian of the loss with respect to the outputs, and e is a vector of random
-            signs. mc draws labels from the model for classification, noisy_classification and
-            bernoulli, and is noisier if the model is confident. For other likelihoods, mc is the
+            Sᵀ is the curvature of the loss with respect to the outputs (its Hessian, or for some
+            likelihoods the Fisher information), and e is a vector of random signs. mc draws labels
+            from the model for classification, noisy_classification and bernoulli (also with
+            weights), and is noisier if the model is confident. For other likelihoods, mc is the
             same as random_signs. empirical uses the gradients of the data's own labels, with one
             backward pass for each loss term.
         mc_samples: number of random draws per example with fisher=mc or random_signs. More draws
@@ -128,9 +129,9 @@ class PassOptions(Options):
             treats these parameters as constants. diagonal computes the exact diagonal of their
             block, which is slow. diagonal also applies to parameters that have a rule but are used
             in a way that the rule does not cover.
-        backward_precision: precision of the backward passes. bf16 is faster than float32 on a CPU,
-            and has no effect on a GPU. tf32 is faster on a GPU with large batches (on WRN-16-4 with
-            500 images, but not with 128), and has no effect on a CPU. Both make the gradient
+        backward_precision: precision of the backward passes. bf16 is for a CPU, and faster than
+            float32. tf32 is for a GPU, and faster with large batches (on WRN-16-4 with 500 images,
+            but not with 128). On the other device, each raises an error. Both make the gradient
             factors less exact (by up to 0.3 % on WRN-16-4 in bf16). The input factors A are not
             affected.
         diagonal_above: limit for layers of large vocabularies. If a weight has more rows than this

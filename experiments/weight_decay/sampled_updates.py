@@ -171,7 +171,7 @@ def table(results: list[Result]) -> str:
             [a - b for a, b in zip(nlls["sampled"], nlls[other], strict=True)]
             for other in ("all data", "plain")
         ]
-        if min(numbers) < FURTHER:
+        if min(numbers) < FURTHER and len(runs) > 1:
             means.setdefault(wrong, []).append(statistics.fmean(differences[0]))
         factors = [
             math.exp(statistics.median(abs(math.log(a / b)) for a, b in pairs_of_decays(seed)))
@@ -191,7 +191,7 @@ def table(results: list[Result]) -> str:
     return (
         "Costs are seconds of one thread in plain trainings; the last column is the median factor "
         f"between the decays of the two.\n\n{markdown(rows)}\n\n"
-        "Means over the rows with seeds from 0, with errors over these rows:\n\n"
+        "Means over the rows with several seeds from 0, with errors over these rows:\n\n"
         + markdown(summary)
     )
 

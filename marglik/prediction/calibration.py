@@ -437,8 +437,8 @@ def calibrations_of(
             "About %.0f %% of the held-out labels seem to be wrong. %sThe likelihood "
             "noisy_classification models wrong labels in training, too, see docs/label-noise.md.",
             100 * wrong,
-            "Predictions are for the true labels. If the test labels are wrong as often, pass "
-            "PredictiveConfig(labels='observed'). "
+            "Predictions are for the true labels. To predict labels that are wrong as often, set "
+            "predictive.labels to observed. "
             if config.labels == "true"
             else "",
         )

@@ -143,9 +143,9 @@ class PredictiveConfig:
         layers: layers whose uncertainty is included: all, only the last, or an automatic choice.
             all includes every layer, which takes one backward pass for each output of an example.
             last includes only the last layer, which costs no more than a forward pass. linearised
-            does not support last. auto selects all in two cases: for linearised, and for networks
-            whose number of outputs times the number of parameters is at most 2 million. Otherwise
-            it selects last and logs this.
+            does not support last. auto selects last, and logs this, if the number of outputs times
+            the number of parameters is above 2 million. It selects all for smaller networks, for
+            networks of one layer, for linearised, and for curvature structures other than kron.
         batch_size: number of test examples in a batch.
         calibration: calibration of the predictive. held_out scales the covariance and the outputs
             by factors that are fitted to held-out data. none is the plain Laplace predictive.

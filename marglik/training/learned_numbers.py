@@ -207,12 +207,16 @@ def log_lost_strength(problem: Problem, state: LearnerState) -> None:
     learns_strength = "strength" in problem.learned_by_evidence
     if not isinstance(likelihood, Heteroscedastic) or not learns_strength or problem.ranks.rank:
         return
+    fixed = "heteroscedastic(strength=1.0)"
+    if likelihood is not state.likelihood:
+        fixed = f'weighted(of="{fixed}")'
     if (strength := likelihood.parameters["strength"].item()) < SMALLEST_STRENGTH:
         _logger.warning(
             "the learned strength of the noise is %.1e, so all inputs have about the same noise. "
-            "If the noise should depend on the input, train with 'heteroscedastic(strength=1.0)', "
-            "and compare both on held-out data.",
+            "If the noise should depend on the input, train with %s, and compare both on held-out "
+            "data.",
             strength,
+            fixed,
         )
 
 

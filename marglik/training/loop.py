@@ -359,23 +359,13 @@ class OnlineTraining:
         return PolynomialLR(self.learner.problem.parts[0].optimizer, round(steps))
 
     def _end_fall_with_training(self) -> None:
-        """Let a restored falling rate reach zero after the last epoch, whose number may be new.
-
-        Raises:
-            ValueError: the rate is already zero, and epochs follow.
-        """
+        """Let a restored falling rate reach zero after the last epoch, whose number may be new."""
         assert isinstance(self.scheduler, PolynomialLR)
         done, left = self.scheduler.last_epoch, self._epochs - self._epoch
         steps_of_epoch = self.learner.state.steps[-1] / self._epoch
-        if left == round((self.scheduler.total_iters - done) / steps_of_epoch):
-            return  # the same number of epochs: keep the saved number of steps
-        if done >= self.scheduler.total_iters:
-            raise ValueError(
-                "The learning rate of the saved run has fallen to zero after "
-                f"{self._epoch} epochs. It cannot train for {self._epochs} epochs. Start a new run "
-                "with this number."
-            )
-        self.scheduler.total_iters = done + round(steps_of_epoch * left)
+        # With the same number of epochs, keep the saved number of steps.
+        if left != round((self.scheduler.total_iters - done) / steps_of_epoch):
+            self.scheduler.total_iters = done + round(steps_of_epoch * left)
 
     def _take_steps(self, epoch: int) -> Record:
         start = time.perf_counter()
@@ -576,6 +566,14 @@ class OnlineTraining:
                 "The saved run has no schedule of yours: OnlineTraining lets its learning rate "
                 "fall. To resume it, pass scheduler=None."
             )
+        steps = state["scheduler"] or {}
+        if state["falls"] and steps["last_epoch"] >= steps["total_iters"]:
+            if state["epoch"] < self._epochs:
+                raise ValueError(
+                    "The learning rate of the saved run has fallen to zero after "
+                    f"{state['epoch']} epochs. It cannot train for {self._epochs} epochs. Start a "
+                    "new run with this number."
+                )
         if not state["falls"] and (state["scheduler"] is None) != (self.scheduler is None):
             has, way = ("no", "None") if state["scheduler"] is None else ("a", "the same schedule")
             raise ValueError(

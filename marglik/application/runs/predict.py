@@ -155,10 +155,10 @@ def acquire_rows(
         method: score of a row. mutual_information is the information of the label about the
             parameters in nats, under the uncalibrated posterior. epig (for regression alone) is the
             information that the label of this row gives about the label of another row, averaged
-            over up to 250 random rows of the pool. lcmd chooses rows that are far from the labelled
-            and the chosen rows, and needs train. entropy and margin are computed from the predicted
-            class probabilities. random is a random number. auto uses mutual_information. For
-            regression it uses lcmd, or epig without train.
+            over up to 250 random rows of the pool and the training file. lcmd chooses rows that are
+            far from the labelled and the chosen rows, and needs train. entropy and margin are
+            computed from the predicted class probabilities. random is a random number. auto uses
+            mutual_information. For regression it uses lcmd, or epig without train.
         joint: whether each choice takes into account that the earlier choices will be labelled, so
             that similar rows are not chosen together. It has an effect for mutual_information, epig
             and lcmd, if the network is small enough for the posterior of all layers.

@@ -350,11 +350,15 @@ def test_a_network_that_knows_nothing_is_unsure_and_not_surrounded_by_noise():
         assert nll(calibration.fit_sharpness(data, scale=0.0)) > math.log(2) + 0.5
 
 
+@pytest.mark.parametrize("labels", ["true", "observed"])
 @pytest.mark.parametrize(("noise", "hints"), [(0.06, True), (0.03, False)])
-def test_a_hint_names_the_likelihood_where_labels_are_wrong(noise, hints, caplog, monkeypatch):
+def test_a_hint_names_the_likelihood_where_labels_are_wrong(
+    noise, hints, labels, caplog, monkeypatch
+):
     """Where two thirds of the noise exceed 3 %, as a third of drawn labels of three is right."""
     at_map = Calibration(0.0, label_noise=noise)
     fit = CalibrationFit(Calibration(), 1.0, 1.0, at_map, 1.0, 1.0, 60)
     monkeypatch.setattr(calibration, "fit_calibration", lambda *_: fit)
-    calibrations_of(fitted("classification")[0], [data()])
+    calibrations_of(fitted("classification")[0], [data()], PredictiveConfig(labels=labels))
     assert ("noisy_classification" in caplog.text) == hints
+    assert ("predictive.labels to observed" in caplog.text) == (hints and labels == "true")
