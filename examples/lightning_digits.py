@@ -111,7 +111,7 @@ print("log evidence per example:", *(f"{e / len(train):.3f}" for e in prior.lear
 # The predictions are from the posterior. Held-out images determine the scale of its covariance (s),
 # the temperature of the outputs (τ) and the share of random labels (ε). If s is 0, the predictive
 # is temperature scaling, and the last two rows are the same. The network without weight decay gets
-# a temperature, too.
+# a temperature, too. On these data, scaling alone is about as good as learned weight decays.
 
 
 # %%

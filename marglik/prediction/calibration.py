@@ -437,8 +437,8 @@ def calibrations_of(
             "About %.0f %% of the held-out labels seem to be wrong. %sThe likelihood "
             "noisy_classification models wrong labels in training, too, see docs/label-noise.md.",
             100 * wrong,
-            "Predictions are for the true labels. To predict labels that are wrong as often, set "
-            "predictive.labels to observed. "
+            "Predictions are for the true labels. To predict labels that are wrong as often, use "
+            "PredictiveConfig(labels='observed') or --predictive.labels observed. "
             if config.labels == "true"
             else "",
         )

@@ -359,13 +359,10 @@ class OnlineTraining:
         return PolynomialLR(self.learner.problem.parts[0].optimizer, round(steps))
 
     def _end_fall_with_training(self) -> None:
-        """Let a restored falling rate reach zero after the last epoch, whose number may be new."""
+        """Let a restored falling rate reach zero after another number of epochs."""
         assert isinstance(self.scheduler, PolynomialLR)
-        done, left = self.scheduler.last_epoch, self._epochs - self._epoch
-        steps_of_epoch = self.learner.state.steps[-1] / self._epoch
-        # With the same number of epochs, keep the saved number of steps.
-        if left != round((self.scheduler.total_iters - done) / steps_of_epoch):
-            self.scheduler.total_iters = done + round(steps_of_epoch * left)
+        steps = self.learner.state.steps[-1] / self._epoch * (self._epochs - self._epoch)
+        self.scheduler.total_iters = self.scheduler.last_epoch + round(steps)
 
     def _take_steps(self, epoch: int) -> Record:
         start = time.perf_counter()
@@ -535,6 +532,7 @@ class OnlineTraining:
         probabilities = None if self.probabilities is None else self.probabilities.state_dict()
         return {
             "epoch": self._epoch,
+            "epochs": self._epochs,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -557,29 +555,29 @@ class OnlineTraining:
                 fallen to zero, and there are more epochs now.
         """
         parts = "model", "optimizer", "scheduler", "precision", "learner", "probabilities"
-        others = "falls", "epoch", "random", "records", "seconds"
+        others = "falls", "epoch", "epochs", "random", "records", "seconds"
         check_keys("OnlineTraining", state, [*parts, *others])
-        if self._falls:
-            self.scheduler = None
-        if state["falls"] and self.scheduler is not None:
+        own, saved = None if self._falls else self.scheduler, state["scheduler"]
+        if state["falls"] and own is not None:
             raise ValueError(
                 "The saved run has no schedule of yours: OnlineTraining lets its learning rate "
                 "fall. To resume it, pass scheduler=None."
             )
-        steps = state["scheduler"] or {}
-        if state["falls"] and steps["last_epoch"] >= steps["total_iters"]:
-            if state["epoch"] < self._epochs:
-                raise ValueError(
-                    "The learning rate of the saved run has fallen to zero after "
-                    f"{state['epoch']} epochs. It cannot train for {self._epochs} epochs. Start a "
-                    "new run with this number."
-                )
-        if not state["falls"] and (state["scheduler"] is None) != (self.scheduler is None):
-            has, way = ("no", "None") if state["scheduler"] is None else ("a", "the same schedule")
+        if not state["falls"] and (saved is None) != (own is None):
+            has, way = ("no", "None") if saved is None else ("a", "the same schedule")
             raise ValueError(
                 f"The saved run has {has} learning-rate schedule. To resume it, pass {way} as "
                 "scheduler=."
             )
+        # Whether epochs follow, and the last one has another number than in the saved run.
+        has_new_end = state["epoch"] < self._epochs != state["epochs"]
+        if state["falls"] and has_new_end and saved["last_epoch"] >= saved["total_iters"]:
+            raise ValueError(
+                f"The learning rate of the saved run has fallen to zero after {state['epoch']} "
+                f"epochs. It cannot train for {self._epochs} epochs. Start a new run with this "
+                "number."
+            )
+        self.scheduler = own
         self.learner.load_state_dict(state["learner"])
         self._start()  # start again, from this state
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
@@ -590,7 +588,7 @@ class OnlineTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        if self._falls:
+        if self._falls and has_new_end:
             self._end_fall_with_training()
         if self.fabric is not None:
             self.fabric.strategy.precision.load_state_dict(state["precision"])

@@ -361,4 +361,4 @@ def test_a_hint_names_the_likelihood_where_labels_are_wrong(
     monkeypatch.setattr(calibration, "fit_calibration", lambda *_: fit)
     calibrations_of(fitted("classification")[0], [data()], PredictiveConfig(labels=labels))
     assert ("noisy_classification" in caplog.text) == hints
-    assert ("predictive.labels to observed" in caplog.text) == (hints and labels == "true")
+    assert ("predictive.labels observed" in caplog.text) == (hints and labels == "true")

@@ -136,6 +136,43 @@ def test_a_falling_rate_reaches_zero_after_the_new_number_of_epochs(epochs):
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_resume_with_as_many_epochs_keeps_the_schedule():
+    """Also if the remaining steps are not those of the earlier epochs."""
+    run = training()
+    for _ in range(7):
+        run.train_epoch()
+    for total in (4, 17):  # the rate is zero already, or the later epochs have more steps
+        state = run.state_dict()
+        state["scheduler"] = state["scheduler"] | {"total_iters": total}
+        again = training()
+        again.load_state_dict(state)
+        schedule: Any = again.scheduler
+        assert schedule.total_iters == total
+
+
+def test_a_stop_with_fewer_epochs_can_continue_with_more():
+    run = training()
+    for _ in range(7):
+        run.train_epoch()
+    stopped = training(epochs=7)
+    stopped.load_state_dict(run.state_dict())
+    stopped.run()
+    again = training()
+    again.load_state_dict(stopped.state_dict())
+    assert rates(again)[7:] == pytest.approx([RATE / 3, 0], abs=1e-12)
+
+
+def test_a_refused_state_changes_nothing():
+    run = training()
+    for _ in range(7):
+        run.train_epoch()
+    schedule, other = run.scheduler, training(noise=3.0, scheduler=partial(ConstantLR, factor=1.0))
+    other.train_epoch()
+    with pytest.raises(ValueError, match="a learning-rate schedule"):
+        run.load_state_dict(other.state_dict())
+    assert run.scheduler is schedule
+
+
 def test_a_rate_that_has_fallen_to_zero_cannot_train_for_more_epochs():
     run = training()
     run.run()
