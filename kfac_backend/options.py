@@ -137,10 +137,10 @@ class PassOptions(Options):
         diagonal_above: limit for layers of large vocabularies. If a weight has more rows than this
             number, its factor B and the block of its bias are diagonal. The curvature between two
             different rows is then zero. The block of a single row is the same as with the complete
-            B. If two layers share the weight, the block of a row is an approximation: it has the
-            trace of the sum of both layers' blocks, but not their other entries. Tensors that
-            contain the weights of several linear maps, such as the in_proj_weight of attention, are
-            not affected. null keeps all factors whole.
+            B. If two layers share the weight, the block of a row approximates the sum of both
+            layers' blocks. Only its trace is exact. Tensors that contain the weights of several
+            linear maps, such as the in_proj_weight of attention, are not affected. null keeps all
+            factors whole.
         expand_scaling: scale of the blocks of expand. "positions" is the paper's main definition:
             the input factor A is a mean over all examples and positions. "examples" divides the
             same sum by the number of examples, as in the paper's appendix. The block of a weight or

@@ -144,8 +144,9 @@ class PredictiveConfig:
             all includes every layer, which takes one backward pass for each output of an example.
             last includes only the last layer, which costs no more than a forward pass. linearised
             does not support last. auto selects last, and logs this, if the number of outputs times
-            the number of parameters is above 2 million. It selects all for smaller networks, for
-            networks of one layer, for linearised, and for curvature structures other than kron.
+            the number of parameters is above 2 million. Otherwise it selects all. It always selects
+            all for networks of one layer, for linearised, and if the curvature has no Kronecker
+            factors.
         batch_size: number of test examples in a batch.
         calibration: calibration of the predictive. held_out scales the covariance and the outputs
             by factors that are fitted to held-out data. none is the plain Laplace predictive.

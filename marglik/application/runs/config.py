@@ -50,12 +50,11 @@ class PriorConfig(Schedule):
             keeps weight_decay, and in regression a noise of 1.
         curvature_from: data of the curvature pass of an update. pass uses all data in each update,
             with the options of curvature. auto uses a random sample, usually so large that the pass
-            takes a tenth of the time of the training steps between two updates. If an exact pass
-            over all data would take at most as long as these training steps, auto computes the
-            exact GGN of the sample. Otherwise it estimates the GGN of the sample
-            (fisher=random_signs). The last update of auto computes the exact GGN of all data. If
-            this would take longer than a tenth of the training, the last update is an estimate,
-            too.
+            takes a tenth of the time of the training steps between two updates. The GGN of the
+            sample is exact if even an exact pass over all data would take at most as long as these
+            training steps. Otherwise it is an estimate (fisher=random_signs). The last update of
+            auto computes the exact GGN of all data. If this would take longer than a tenth of the
+            training, the last update is an estimate, too.
     """
 
     weight_decay: float = WEIGHT_DECAY
@@ -110,9 +109,10 @@ class RunConfig:
             evidence learns the ranges of shifts, rotations, scales and shears. For colour images it
             also learns the strength of recolouring and the probability of a flip. See
             `marglik.augmentation`.
-        held_out: share of the training examples that is held out for calibration, if the data has
-            no validation set. The network is not trained on these examples, but the final posterior
-            is also fitted to them. With 0, no examples are held out and there is no calibration.
+        held_out: share of the training examples that is held out for calibration, and to correct
+            the weight decays of a classifier, if the data has no validation set. The network is not
+            trained on these examples. After the calibration, the posterior is fitted to them, too.
+            With 0, no examples are held out and there is no calibration.
         seed: seed of all random numbers.
         accelerator: device. auto selects cuda if it is available. Apple's mps is not supported,
             because it lacks float64, which the evidence needs.

@@ -162,7 +162,7 @@ def acquire_rows(
         joint: whether each choice takes into account that the earlier choices will be labelled, so
             that similar rows are not chosen together. It has an effect for mutual_information, epig
             and lcmd, if the network is small enough for the posterior of all layers.
-        train: the training file, unchanged, for lcmd.
+        train: the training file, unchanged. lcmd needs it, and epig also averages over its rows.
         model: class of the network. Pass it again if it is your own class. For safety, marglik does
             not run code that is named only in the folder.
         overwrite: whether to replace an existing file.
