@@ -252,7 +252,8 @@ class OnlineTraining:
 
         Raises:
             FloatingPointError: the loss or the evidence is not finite.
-            ValueError: the checkpoint belongs to another run, or the loader has persistent workers.
+            ValueError: the loader has persistent workers, or `load_state_dict` cannot load the
+                checkpoint.
         """
         started = time.perf_counter()
         epochs = self._epochs
