@@ -116,9 +116,9 @@ class PassOptions(Options):
             (GGN). For each loss term of an example it takes C - 1 backward passes per batch
             (classification with C classes), or C (other likelihoods with C outputs). mc and
             random_signs estimate the GGN without bias, with one backward pass for each of the
-            random draws (one by default). random_signs starts each backward pass from S e, where S
+            random draws (one by default). random_signs starts each backward pass from S z, where S
             Sᵀ is the curvature of the loss with respect to the outputs (its Hessian, or for some
-            likelihoods the Fisher information), and e is a vector of random signs. mc draws labels
+            likelihoods the Fisher information), and z is a vector of random signs. mc draws labels
             from the model for classification, noisy_classification and bernoulli (also with
             weights), and is noisier if the model is confident. For other likelihoods, mc is the
             same as random_signs. empirical uses the gradients of the data's own labels, with one

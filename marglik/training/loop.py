@@ -234,6 +234,8 @@ class OnlineTraining:
             self.probabilities = TrainingProbabilities(train_loader, learner.likelihood, self.ranks)
         self._falls = False
         """Whether the loop itself has created the schedule, because the rate falls."""
+        self._first_late = learner.options.schedule.num_early + 1
+        """Number of epochs after which the noise of the steps decides whether the rate falls."""
         self._epoch = 0
         """Number of epochs of network steps; an update may still have to follow the last."""
         self._records: list[Record] = []
@@ -327,8 +329,7 @@ class OnlineTraining:
     def _let_rate_fall(self) -> None:
         """Let the rate fall, if the last third of a regression begins after much noise."""
         problem, state = self.learner.problem, self.learner.state
-        first_late = problem.options.schedule.num_early + 1
-        if self._epoch != first_late or not problem.averages:
+        if self._epoch != self._first_late or not problem.averages:
             return
         # A member of an ensemble replays the σ that another network has learned.
         has_learned = len({float(sigma) for _, sigma, _ in problem.replayed.values()}) > 1
@@ -591,6 +592,8 @@ class OnlineTraining:
             self.scheduler.load_state_dict(state["scheduler"])
         if self._falls and has_new_end:
             self._end_fall_with_training()
+        elif has_new_end:  # the last third may have begun already
+            self._first_late = max(self.learner.options.schedule.num_early + 1, self._epoch)
         if self.fabric is not None:
             self.fabric.strategy.precision.load_state_dict(state["precision"])
         if self.probabilities is not None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from marglik import OnlineTraining, PriorLearner
 from marglik.data import Batches
 from marglik.models import MLP
+from marglik.training import loop
 from marglik.training.average import noise_of_steps
 
 EPOCHS, RATE = 9, 0.03
@@ -134,6 +135,19 @@ def test_a_falling_rate_reaches_zero_after_the_new_number_of_epochs(epochs):
     found, left = rates(again)[7:], epochs - 7
     expected = [RATE * 8 / 12 * (1 - epoch / left) for epoch in range(1, left + 1)]
     assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("noise", [1e-3, 3.0])
+def test_a_resume_within_the_new_last_third_measures_the_noise(noise, monkeypatch):
+    """A run for 30 epochs has not measured it after 7 epochs; with 9, the last third has begun."""
+    monkeypatch.setattr(loop, "LARGEST_NOISE", 0.02)
+    run = training(noise, epochs=30)
+    for _ in range(7):
+        run.train_epoch()
+    again = training(noise)
+    again.load_state_dict(run.state_dict())
+    falls = [RATE / 2, 0.0] if noise < 1 else [RATE, RATE]
+    assert rates(again)[7:] == pytest.approx(falls, abs=1e-12)
 
 
 def test_a_resume_with_as_many_epochs_keeps_the_schedule():
