@@ -127,8 +127,8 @@ def averaged(problem: Problem, state: LearnerState) -> Iterator[nn.Module]:
     This is the network that `PriorLearner.finish` would return. Validation loss, early stopping and
     best checkpoints use the average instead of the last step's parameters. BatchNorm's statistics
     are computed again by a pass over the training data, or a sample of 2,560 examples if there are
-    more (`finish` passes over all data). The context restores parameters and statistics, also after
-    an error. It is collective with several ranks.
+    more (`finish` passes over all data). The context restores parameters and buffers, also after an
+    error. It is collective with several ranks.
     """
     with ExitStack() as stack:
         first = state.averages[0]
@@ -136,9 +136,8 @@ def averaged(problem: Problem, state: LearnerState) -> Iterator[nn.Module]:
             for average in state.averages:
                 average.include_latest()
                 stack.enter_context(average.written())
-            norms, frozen = batch_norms(problem.model).values(), state.measures.frozen_norms
-            statistics = [(buffer, buffer.clone()) for n in norms for buffer in n.buffers()]
-            stack.callback(lambda: [buffer.copy_(value) for buffer, value in statistics])
+            stack.enter_context(_preserved_buffers(problem.model))
+            frozen = state.measures.frozen_norms
             data, targets = own_iteration(problem.loader), problem.options.curvature
             # The loop must draw the same numbers with and without a validation.
             with random_numbers_restored(problem.loader):
@@ -147,6 +146,24 @@ def averaged(problem: Problem, state: LearnerState) -> Iterator[nn.Module]:
                     data = sampled(problem.loader, FEW_EXAMPLES, *own)
                 renew_batch_norm(problem.model, data, targets, problem.ranks, frozen)
         yield problem.model
+
+
+@contextmanager
+def _preserved_buffers(model: nn.Module) -> Iterator[None]:
+    """Context manager that restores all buffers, which calls in train mode may change."""
+    # A module may change a buffer in place, or assign another tensor.
+    before = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffers, name, buffer, value in before:
+                buffers[name] = buffer.copy_(value)
 
 
 def noise_of_steps(
@@ -190,9 +207,8 @@ def loss_of_average(
     """
     loader, task = loader or problem.loader, Task(state.likelihood, problem.options.curvature)
     totals = torch.zeros(2, dtype=torch.float64)
-    # Calls in train mode change buffers, such as running statistics.
-    buffers = [(buffer, buffer.clone()) for buffer in problem.model.buffers()]
-    with preserve_mode(problem.model), averaged(problem, state) as model:
+    buffers = _preserved_buffers(problem.model)
+    with preserve_mode(problem.model), buffers, averaged(problem, state) as model:
         model.train()
         device = next(model.parameters()).device
         with random_numbers_restored(loader):
@@ -206,8 +222,6 @@ def loss_of_average(
                 f = logits_of((forward or model)(*args, **kwargs))
                 data_loss = loss_sum(f, task.targets(model, x, y), state.likelihood)
                 totals += torch.tensor([data_loss.item(), len(y)], dtype=torch.float64)
-    for buffer, before in buffers:
-        buffer.copy_(before)
     problem.ranks.sum_([totals])
     total, examples = totals.tolist()
     return total / max(examples, 1)

@@ -45,7 +45,6 @@ from marglik.posterior.posterior import Posterior
 from marglik.prediction.calibration import HeldOut, collected, fit_sharpness, scaled_loss
 from marglik.prediction.predictive import outputs_of
 from marglik.random_state import random_numbers_restored
-from marglik.training.average import averaged
 from marglik.training.decay_policy import set_decays
 from marglik.training.problem import Problem
 from marglik.training.samples import sampled
@@ -254,9 +253,8 @@ def outputs_and_labels(
 
 
 def validation_loss(problem: Problem, state: LearnerState, batches: Loader) -> float:
-    """Return the NLL of validation data at the average; collective."""
-    with averaged(problem, state):
-        f, spread, y = outputs_and_labels(problem, state, batches)
+    """Return the NLL of validation data at the present parameters; collective."""
+    f, spread, y = outputs_and_labels(problem, state, batches)
     sigma = state.hyperparameters.sigma_noise.item()
     data = HeldOut(state.likelihood, f, spread, y, sigma, is_sampled=True)
     return problem.ranks.gather(scaled_loss(data))[0]

@@ -6,6 +6,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ class PriorLearner:
         schedule: schedule of the updates, and choice of the average.
         policy: rules that go beyond the evidence.
         hyperparameters: initial hyperparameters that replace weight decay, groups and noise of
-            ``options``.
+            ``options``. Each start copies them.
         options: fields of `LearnerOptions`, such as ``weight_decay``, ``structure``, ``method``,
             ``temperature`` or ``loss_mean_over``, and single fields of `Schedule`, `DecayPolicy`
             and `CurvatureOptions`, such as ``updates``, ``average``, ``clip`` or ``kfac_approx``.
@@ -100,13 +101,14 @@ class PriorLearner:
                 together hold all trainable parameters; a step of the last one ends a batch.
             loader: batches (x, y), or mappings, of the training, also for the curvature pass; with
                 several ranks this rank's shard.
-            epochs: number of epochs, if it is known; updates are spread over them.
+            epochs: number of passes over the data, if it is known; updates are spread over them.
             loss: the loop's loss(outputs, targets), compared with the likelihood's loss on a batch.
                 None compares the gradient of the first step's loss in the outputs, for classes and
                 Bernoulli outputs.
             steps_per_epoch: the optimiser's steps in an epoch, without steps that a gradient scaler
                 skips; None counts a step for each batch of the loader. For a stream of unknown
-                length, an "epoch" is then a round of steps with 2,560 examples, or N.
+                length, an "epoch" of the schedule is then a round of steps with 2,560 examples, or
+                N. The learner computes the number of rounds from ``epochs``.
             ranks: the ranks that train together; None takes all of `torch.distributed`.
             sums_terms: whether the loss is a mean over examples of sums over their terms.
             held_out: held-out batches, for classifiers. The learner reads them at the start, as a
@@ -128,7 +130,9 @@ class PriorLearner:
         steps = steps_in_epoch(loader, steps_per_epoch) if hooks == "all" else steps_per_epoch
         optimizers = optimizers_of(optimizer)
         problem = Problem.of(options, model, optimizers, loader, ranks, steps, held_out)
-        problem.has_rounds = hooks == "all" and steps is None
+        if hooks == "all":
+            problem.has_rounds, problem.passes = steps is None, epochs
+            problem.counts_batches = steps_per_epoch is None and steps is not None
         if any(active_hooks(one) is not None for one in optimizers):
             raise RuntimeError(
                 "Another PriorLearner has started with this optimiser and has not finished. Both "
@@ -136,14 +140,15 @@ class PriorLearner:
                 "create a new optimiser."
             )
         problem.replay(*self._replayed)
-        hyper = self._hyperparameters or problem.initial_hyperparameters()
+        # A copy, because learning changes them, and a later start must begin with the same ones.
+        hyper = deepcopy(self._hyperparameters) or problem.initial_hyperparameters()
         saved = self._saved
         self.state = algorithm.start(problem, hyper, saved, loss=loss, sums_terms=sums_terms)
         self.problem, self._saved = problem, None
         self._averages = True
         if hooks != "none":
             compares, check = loss is None and not saved, None
-            if compares or problem.has_rounds:
+            if compares or problem.has_rounds or problem.counts_batches:
                 check = FirstStepLossCheck(
                     model, self.likelihood, options, only_counts=not compares
                 )
@@ -178,17 +183,16 @@ class PriorLearner:
         """Context manager with the network that `finish` would return, see `average.averaged`."""
         if not hasattr(self, "state"):
             raise RuntimeError("The learner has no network yet. Call start before averaged.")
-        if self._hooks is not None and self._hooks.weights_since_steps() == "changed":
+        if self._are_replaced():
             return nullcontext(self.problem.model)
         return averaged(self.problem, self.state)
 
     def validation_loss(self, batches: Iterable[Any]) -> float:
         """Return the NLL (nats per loss term) of validation data, for early stopping.
 
-        It uses the average of the parameters so far, at the temperature τ that makes the data most
-        likely. For classes it also fits the share ε of wrong labels, and for regression σ. These
-        are the choices of a calibration after the training, so overconfidence does not stop a
-        training.
+        It uses the network of `averaged`, at the temperature τ that makes the data most likely. For
+        classes it also fits the share ε of wrong labels, and for regression σ. These are the
+        choices of a calibration after the training, so overconfidence does not stop a training.
 
         Args:
             batches: validation batches (x, y), or mappings; with several ranks this rank's part of
@@ -201,7 +205,8 @@ class PriorLearner:
         if not hasattr(self, "state"):
             raise RuntimeError("The learner has no network yet. Call start before validation_loss.")
         check_read_twice(batches)
-        return validation_loss(self.problem, self.state, batches)
+        with self.averaged():
+            return validation_loss(self.problem, self.state, batches)
 
     def finish(self, average: bool | None = None) -> dict[str, float]:
         """Set the network to the average of its parameters and fit the posterior there.
@@ -214,7 +219,9 @@ class PriorLearner:
 
         Args:
             average: whether to take the average. None takes it, unless the parameters have changed
-                since the last step. False keeps the network's parameters.
+                since the last step. True also takes it then, from the steps before the last one, if
+                the learner has not stored the parameters of the last step. False keeps the
+                network's parameters.
 
         Returns:
             The numbers of the last update, by name, and ``"averaged"``: 1 if the network has the
@@ -239,11 +246,18 @@ class PriorLearner:
             )
         if average is None:
             average = self._takes_average()
+        elif average and self._are_replaced():
+            for average_of_part in self.state.averages:
+                average_of_part.leave_out_latest()
         self._averages = average  # also for a second call after an error
         self.detach()
         numbers = algorithm.finish(self.problem, self.state, average)
         self._averages = False  # another call has no average to take
         return numbers | {"averaged": float(average and self.state.averages[0].is_written)}
+
+    def _are_replaced(self) -> bool:
+        """Return whether the loop has replaced the parameters of the latest step; collective."""
+        return self._hooks is not None and self._hooks.weights_since_steps() == "changed"
 
     def _takes_average(self) -> bool:
         """Return whether the parameters come from the loop's steps, not from a restored state."""

@@ -77,6 +77,10 @@ class WeightAverage:
             torch._foreach_lerp_(self.values, parts, (ETA + 1) / (self.count + ETA))
         self.has_latest = True
 
+    def leave_out_latest(self) -> None:
+        """Omit the latest step, whose parameters no longer exist, unless they are included."""
+        self.has_latest = True
+
     def clear(self) -> None:
         """Start again with the next step."""
         self.values, self.count = [], 0

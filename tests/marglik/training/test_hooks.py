@@ -6,7 +6,7 @@ import weakref
 from copy import deepcopy
 from functools import partial
 from itertools import product
-from math import inf
+from math import inf, log
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, IterableDataset
 
 from kfac_backend.likelihoods import StudentT
-from marglik import PriorLearner
+from marglik import Hyperparameters, PriorGroups, PriorLearner
 from marglik.training.algorithm import end_of_epoch, finish, penalty
 from marglik.training.decay_policy import stable_decays
 from marglik.training.hooks import fingerprints, view_like, view_of_bits
@@ -432,6 +432,29 @@ def test_weights_that_are_those_of_the_steps_are_averaged():
     assert not same(weights(other), state)
 
 
+def test_weights_that_are_not_of_a_step_are_not_averaged():
+    """Restored ones at finish(average=True), nor other ones in an evaluation."""
+    held_out = list(loader())
+    whole, prior, _ = in_a_loop()
+    prior.finish()
+    without_last, prior, _ = in_a_loop(restore=nn.Module.load_state_dict)
+    average = prior.state.averages[0]
+    before = [value.clone() for value in average.values]
+    prior.finish(average=True)
+    assert all(map(torch.equal, without_last.parameters(), before))
+    assert not same(weights(without_last), weights(whole))
+
+    def evaluate_others(model, state):
+        present = weights(model)
+        model.load_state_dict({name: torch.zeros_like(v) for name, v in present.items()})
+        assert prior.validation_loss(held_out) == pytest.approx(log(3), abs=1e-6)  # of zeros
+        model.load_state_dict(present)
+
+    model, prior, _ = in_a_loop()
+    evaluate_others(model, None)
+    assert prior.finish()["averaged"] == 1 and same(weights(model), weights(whole))
+
+
 def test_a_cast_is_a_change_only_if_values_are_lost():
     for dtype, averaged in ((torch.float64, "unchanged"), (torch.bfloat16, "changed")):
         model, prior, _ = in_a_loop()
@@ -636,6 +659,41 @@ def test_updates_of_a_stream_follow_rounds_of_steps(monkeypatch):
     assert updates == [3, 6, 9, 12]  # rounds of ten examples
 
 
+def test_epochs_of_a_stream_are_passes_over_it(monkeypatch):
+    """The schedule counts their rounds, also of accumulated batches."""
+    data, early = DataLoader(Stream(), 4), PriorLearner("classification")
+    for accumulated, rounds in ((1, 4), (2, 4)):
+        model, prior = network(), PriorLearner("classification", every=1)
+        prior.start(model, optimizer := sgd(model), data, 4)
+        step = 0
+        for _ in range(4):
+            for x, y in data:
+                (cross_entropy(model(x), y) / accumulated).backward()
+                step += 1
+                if step % accumulated == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert prior.problem.options.schedule.epochs == prior.state.epoch == rounds
+        prior.finish()
+        assert len(prior.evidences) == rounds
+    monkeypatch.setattr("marglik.training.problem.FEWEST", 1)
+    early.start(model, sgd(model), data, 4)
+    assert early.problem.options.schedule.epochs == 11  # rounds of 3 of all 32 steps
+
+
+def test_accumulated_batches_need_their_number_of_steps(recwarn):
+    for steps_per_epoch in (BATCHES // 2, None):
+        model, prior = network(), PriorLearner("classification")
+        prior.start(
+            model, optimizer := sgd(model), loader(), EPOCHS, steps_per_epoch=steps_per_epoch
+        )
+        for step, (x, y) in enumerate(list(loader()) * EPOCHS):
+            accumulated(model, optimizer, lambda: None, x, y, step)
+        warned = [str(w.message) for w in recwarn if "pass steps_per_epoch" in str(w.message)]
+        assert [prior.state.epoch, len(warned)] == ([6, 0] if steps_per_epoch else [3, 1])
+    assert "gradients of 2 batches" in warned[0] and "4 in an epoch" in warned[0]
+
+
 def test_rounds_of_a_stream_count_all_batches_of_a_step():
     """Also of a training that resumes within a round, which goes on to the bit."""
     data, ends = DataLoader(Stream(), 4), []
@@ -670,6 +728,21 @@ def test_decays_are_replayed_by_networks_of_one_architecture():
     other = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"parameters 0.weight, 0.bias, 2.weight.* has 0.weight"):
         prior.replay().start(other, sgd(other), loader(), 2)
+
+
+@pytest.mark.parametrize("kind", ["replay", "hyperparameters"])
+def test_a_learner_that_starts_twice_begins_with_the_same_decays(kind):
+    first = Hyperparameters(PriorGroups.from_model(network()), torch.tensor(0.3))
+    learner = PriorLearner("classification", hyperparameters=first, every=1)
+    if kind == "replay":
+        learn(model := network(), sgd(model), learner, loader(), 3)
+        learner = learner.replay()
+    ends = []
+    for _ in range(2):
+        learn(model := network(), sgd(model), learner, loader(), 3)
+        ends.append((weights(model), learner.weight_decays()))
+    assert same(ends[1], ends[0])
+    assert not torch.allclose(learner.weight_decays(), torch.tensor(0.01).double())  # it learned
 
 
 def test_a_replay_has_the_noise_of_regression_too():

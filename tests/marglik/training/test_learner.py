@@ -180,6 +180,39 @@ def test_the_average_so_far_is_validated_and_the_training_goes_on_as_without():
             pass
 
 
+class Centred(nn.Module):
+    """Subtracts a running mean, which it changes in place, or assigns."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+        self.in_place = in_place
+
+    def forward(self, x):
+        if self.training:
+            mean = self.mean.lerp(x.detach().mean(0), 0.1)
+            self.mean = self.mean.copy_(mean) if self.in_place else mean
+        return x - self.mean
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_validation_leaves_all_buffers_as_they_were(in_place):
+    ends = []
+    for validates in (True, False):
+        model, prior = nn.Sequential(*with_norm(), Centred(in_place)), PriorLearner("regression")
+        model[-2] = nn.Linear(6, 6).double()
+        data = [(x, torch.cat([x, x[:, :2]], 1)) for x, _ in in_double()]
+
+        def look(validates=validates, prior=prior):
+            if validates:
+                with prior.averaged():
+                    pass
+
+        learn(model, sgd(model), prior, data, 3, loss=nn.functional.mse_loss, after_step=look)
+        ends.append({**model.state_dict()})
+    assert same(*ends)
+
+
 def test_batch_norm_is_renewed_from_a_sample_within_the_training(monkeypatch):
     """And from all data at its end."""
     monkeypatch.setattr(average_module, "FEW_EXAMPLES", 12)
