@@ -43,7 +43,10 @@ class EpochBatches:
             with torch.random.fork_rng([]):  # a sampler without a generator draws its order here
                 torch.default_generator.manual_seed(0)
                 first = [*islice(batches, 1)]
-            torch.empty((), dtype=torch.int64).random_()  # as the iterator of a DataLoader draws
+            if getattr(_loader_of(loader), "generator", None) is None:
+                torch.empty(
+                    (), dtype=torch.int64
+                ).random_()  # as the iterator of a DataLoader draws
             for number, batch in enumerate(chain(first, batches)):
                 yield self.function(batch, number)
 

@@ -408,7 +408,8 @@ def update_prior(
     if num_data is not None and posterior.n_data != num_data:
         raise ValueError(
             f"The curvature pass read {posterior.n_data} examples, but the loader's length "
-            f"promises {num_data}. Correct its length."
+            f"promises {num_data}. Correct its length. A collate_fn must neither omit nor repeat "
+            "examples."
         )
     num_data = int(posterior.n_data)
     fitted = _now(device)

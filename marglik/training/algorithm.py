@@ -50,7 +50,7 @@ from marglik.training.learned_numbers import (
     log_lost_strength,
 )
 from marglik.training.problem import Problem, check_optimizer, look_at_data
-from marglik.training.samples import curvature_plan, pass_of_update
+from marglik.training.samples import check_sample, curvature_plan, pass_of_update
 from marglik.training.state import (
     LearnerState,
     check_saved,
@@ -222,6 +222,8 @@ def fit(
                 repeat_proof=is_last or not is_sample, largest=largest, settles_noise=settles,
                 pull=pull, progress=problem.progress,
             )  # fmt: skip
+        if is_sample:
+            check_sample(data, posterior)
         record |= plan._asdict() | {"num_data": N}
         if problem.corrects_decays:
             measures, decays = state.measures, state.weight_decays(problem)

@@ -244,6 +244,23 @@ def sampled(
     return _Some(own_iteration(loader), {*numbers[:M]})
 
 
+def check_sample(batches: Iterable[Any], posterior: Posterior) -> None:
+    """Raise a ValueError if a pass read another number of examples than were drawn; collective.
+
+    N, for which the sample stands, is then wrong, too. The numbers of whole batches are not known.
+    """
+    loader = batches.get_loader() if isinstance(batches, EpochBatches) else batches
+    chosen = getattr(loader, "batch_sampler", None)
+    drawn = sum(map(len, chosen)) if isinstance(chosen, list) else math.nan
+    drawn = sum(posterior.ranks.gather(drawn))
+    if not math.isnan(drawn) and drawn != posterior.sample_size:
+        raise ValueError(
+            f"The curvature pass read {posterior.sample_size} examples of a sample of {drawn}. A "
+            "collate_fn must neither omit nor repeat examples, because N, their number, comes from "
+            "the sampler. Omit examples in the data set, for example by torch.utils.data.Subset."
+        )
+
+
 def _is_of_examples(loader: Loader) -> bool:
     """Return whether batches of any examples may replace the loader's own.
 
@@ -298,9 +315,15 @@ class _Some:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Any]:
-        last = max(self._numbers)
+        number, last = -1, max(self._numbers)
         for number, batch in enumerate(self._loader):
             if number in self._numbers:
                 yield batch
             if number == last:
                 return
+        dataset = getattr(self._loader, "dataset", None)
+        if isinstance(self._loader, DataLoader) and not isinstance(dataset, IterableDataset):
+            raise ValueError(  # N, which comes from the sampler, is then wrong, too
+                f"The loader yields {number + 1} batches, but its length promises at least "
+                f"{last + 1}. Correct the lengths of its sampler and batch_sampler."
+            )

@@ -31,9 +31,9 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), LR, momentum=0.9)
 
 
-def in_an_own_loop(clip, data=None):
+def in_an_own_loop(clip, data=None, options=OPTIONS):
     """A network and its learner, after a loop with the learner's two lines."""
-    model, prior = network(), PriorLearner("classification", **OPTIONS)
+    model, prior = network(), PriorLearner("classification", **options)
     return model, learn(model, sgd(model), prior, data or loader(), EPOCHS, clip=clip)
 
 

@@ -106,6 +106,17 @@ def test_decays_are_those_of_an_own_loop_to_the_bit(whole, clip):
     assert not torch.equal(plain.net[0].weight, model[0].weight)
 
 
+def test_samples_and_their_random_signs_are_those_of_an_own_loop(monkeypatch):
+    monkeypatch.setattr("marglik.training.samples.FEWEST", 8)
+    module, often = Classifier(), OPTIONS | {"every": 1}
+    prior = MarginalLikelihood("classification", network="net", **often)
+    trainer(prior).fit(module, loader())
+    model, expected = in_an_own_loop(math.inf, options=often)
+    assert expected.state.measures.has_estimates
+    assert prior.learner.evidences == expected.evidences
+    assert all(map(torch.equal, module.net.parameters(), model.parameters()))
+
+
 def test_label_noise_is_learned_from_held_out_labels():
     """As in an own loop, to the bit, whose loss is that of the likelihood of each step."""
     x = torch.randn(300, 4, generator=torch.Generator().manual_seed(2))

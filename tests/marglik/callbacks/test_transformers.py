@@ -138,6 +138,17 @@ def test_decays_are_those_of_an_own_loop_to_the_bit(kind, clip, tmp_path):
     )
 
 
+def test_samples_and_their_random_signs_are_those_of_an_own_loop(monkeypatch, tmp_path):
+    monkeypatch.setattr("marglik.training.samples.FEWEST", 8)
+    run, often = trainer(tmp_path, model := Classifier()), OPTIONS | {"every": 1}
+    prior = MarginalLikelihood.attached(run, "classification", **often)
+    run.train()
+    other, expected = in_an_own_loop(math.inf, options=often)
+    assert expected.state.measures.has_estimates
+    assert prior.learner.evidences == expected.evidences
+    assert all(map(torch.equal, model.net.parameters(), other.parameters()))
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}]
 )

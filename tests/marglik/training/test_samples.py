@@ -1,12 +1,14 @@
 """Updates on a random sample: which examples, that they stand for all, and what stays as it was."""
 
 import math
+from itertools import islice
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -14,6 +16,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from kfac_backend.engine import driver
@@ -213,6 +216,34 @@ def test_a_sample_stands_for_all_data():
     # Negative control: without the factor N/M.
     part.fit([(x[halves[0]], y[halves[0]])])
     assert abs(part.log_marginal_likelihood() / exact - 1) > 0.2
+
+
+def without_odd(examples):
+    return default_collate([example for example in examples if example[0] % 2 == 0])
+
+
+class EverySecond(BatchSampler):
+    def __iter__(self):
+        return islice(super().__iter__(), 0, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 16, "collate_fn": without_odd}, r"read \d+ examples of a sample of 256"),
+        ({"batch_sampler": EverySecond(range(N), 16, False)}, r"32 batches, but .* at least 5\d"),
+    ],
+)
+def test_a_sample_of_fewer_examples_than_the_sampler_promises_is_an_error(options, words):
+    """N would be wrong; the update is not made."""
+    model, loader = nn.Linear(1, 3), DataLoader(TensorDataset(X, Y), **options)
+    prior = PriorLearner("classification", every=1)
+    prior.start(model, torch.optim.SGD(model.parameters()), loader, 5)
+    prior.state.steps = [9]
+    before = prior.weight_decays()
+    with pytest.raises(ValueError, match=words):
+        end_of_epoch(prior.problem, prior.state, 1)
+    assert torch.equal(prior.weight_decays(), before) and prior.state.epoch == 0
 
 
 @pytest.mark.parametrize("curvature_from", ["auto", "pass"])
