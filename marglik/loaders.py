@@ -1,5 +1,6 @@
 """Properties of loaders: their number of examples, their generators, their shards."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from copy import copy
@@ -108,6 +109,8 @@ def count_examples(loader: Loader, options: TargetOptions = TargetOptions()) -> 
         if isinstance(sampler, Sized) and batch_size:
             count = len(sampler)
             count -= count % batch_size if getattr(owner, "drop_last", False) else 0
+            if length(inner) not in (None, math.ceil(count / batch_size)):
+                break  # the batches are not of the sampler's examples, or have other sizes
             return count if limit is None else min(count, limit * batch_size)
     check_read_twice(inner)
     count = 0

@@ -57,6 +57,7 @@ from marglik.loaders import (
     Loader,
     check_shards,
     check_workers,
+    count_on_ranks,
     generators_of,
     samplers_of,
 )
@@ -143,7 +144,8 @@ class OnlineTraining:
             rate constant, with one exception: for a regression whose targets have little noise, the
             rate falls linearly to zero in the last third of the epochs, see
             `marglik.training.average`.
-        curvature_loader: data of the curvature pass; None uses the training loader.
+        curvature_loader: data of the curvature pass, with the same examples, for example without
+            augmentation; None uses the training loader.
         held_out: held-out batches, for classifiers: they correct the weight decays, and
             "noisy_classification" learns the share of wrong labels from them, see
             `PriorLearner.start`.
@@ -210,6 +212,8 @@ class OnlineTraining:
             hooks="none",
         )
         self._start()
+        if curvature_loader is not None:
+            self._warn_of_fewer_examples()
         if not self._is_alone:
             _warn_of_batch_norm(model)
         compiled: Any = model
@@ -302,6 +306,19 @@ class OnlineTraining:
             self._seconds,
             self.learner,
         )
+
+    def _warn_of_fewer_examples(self) -> None:
+        """Warn if the curvature's loader has fewer examples by a batch or more; collective."""
+        N, options = self.learner.problem.num_data, self.learner.options.curvature
+        number = count_on_ranks(self.train_loader, self.ranks, options)
+        if (number - N) * (length(self.train_loader) or N) >= number:  # drop_last omits fewer
+            warnings.warn(
+                f"The curvature_loader has {N} examples, and the train_loader {number}. The weight "
+                f"decays T·δ/N are those of {N} examples, and too large if the training data has "
+                "more. Pass a loader of all training data: by default, updates use a sample of it.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     # --- an epoch of network steps ---
 

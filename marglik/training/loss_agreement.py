@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kfac_backend.engine.model_calls import logits_of
 from kfac_backend.likelihoods import IGNORED, Likelihood, check_targets, num_counted_terms
 from kfac_backend.precision import at_least_float32
+from kfac_backend.sharding import is_part
 from marglik.training.options import LearnerOptions
 
 TOLERANCE = 1e-3
@@ -61,6 +62,7 @@ class FirstStepLossCheck:
         self._gradients: list[tuple[int, int]] = []
         """Number of each output that got a gradient, and number of the latest output at that
         time."""
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.handle = model.register_forward_hook(self._note)
 
     def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -71,9 +73,17 @@ class FirstStepLossCheck:
             f.register_hook(partial(self._take, self._num_outputs, f.detach(), self.targets))
 
     def _take(self, number: int, f: Tensor, y: Tensor | None, gradient: Tensor) -> None:
+        if self._gradients and number > self._gradients[-1][1] and self._are_zeroed():
+            self._gradients, self._first = [], None  # as after the first step of SAM
         self._gradients.append((number, self._num_outputs))
         if self._first is None:
             self._first = f, gradient.detach().clone(), y
+
+    def _are_zeroed(self) -> bool:
+        """Return whether the loop has set the gradients to zero since the previous backward."""
+        if any(map(is_part, self._parameters)):  # their gradients may be elsewhere
+            return False
+        return not any(p.grad is not None and p.grad.any() for p in self._parameters)
 
     def compare(self) -> int:
         """Warn if the loss of the first step, which follows now, differs; remove the hook.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from kfac_backend.engine.batches import arguments, length, split_batch, to_device
+from kfac_backend.engine.batches import NO_BATCH, arguments, length, split_batch, to_device
 from kfac_backend.engine.model_calls import forked_random_numbers, logits_of
 from kfac_backend.engine.operations.padding import padding_rows
 from kfac_backend.engine.rule_assignment import check_module
@@ -284,9 +284,12 @@ def look_at_data(
 
     Raises:
         TypeError, ValueError: targets do not fit the outputs, or examples have several terms in a
-            loss that is a mean over examples, without ``sums_terms``.
+            loss that is a mean over examples, without ``sums_terms``; or the data can be read
+            only once.
     """
     first, counts = _read_data(problem, likelihood, loss)
+    if first is None:  # a stream that has been read when its examples were counted
+        raise ValueError(NO_BATCH)
     of_ranks = problem.ranks.gather(counts)
     problem.vectors = max(rank.vectors for rank in of_ranks)
     batch_size = max(sum(rank.batch_size for rank in of_ranks), 1)

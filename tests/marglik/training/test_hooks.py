@@ -694,6 +694,32 @@ def test_accumulated_batches_need_their_number_of_steps(recwarn):
     assert "gradients of 2 batches" in warned[0] and "4 in an epoch" in warned[0]
 
 
+def test_two_backward_passes_with_gradients_set_to_zero_are_one_batch(recwarn):
+    """As in SAM; the loss is then not twice the likelihood's."""
+    model, prior = network(), PriorLearner("classification")
+    prior.start(model, optimizer := sgd(model), loader(), 2)
+    for x, y in loader():
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert not [w for w in recwarn if "loss differs" in str(w.message)]
+    assert not [w for w in recwarn if "steps_per_epoch" in str(w.message)]
+
+
+def test_a_stream_that_can_be_read_once_is_an_error():
+    class Once(IterableDataset):
+        def __init__(self):
+            self.examples = iter(dataset())
+
+        def __iter__(self):
+            return self.examples
+
+    model = network()
+    with pytest.raises(ValueError, match="a generator that was already read"):
+        PriorLearner("classification").start(model, sgd(model), DataLoader(Once(), 4))
+
+
 def test_rounds_of_a_stream_count_all_batches_of_a_step():
     """Also of a training that resumes within a round, which goes on to the bit."""
     data, ends = DataLoader(Stream(), 4), []

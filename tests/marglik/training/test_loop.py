@@ -343,6 +343,24 @@ def test_refusals():
 # --- its loaders ---
 
 
+def test_a_curvature_loader_of_fewer_examples_is_named(recwarn):
+    """N of the decays is its number. Samplers and drop_last may make epochs shorter than N."""
+    x, y = torch.randn(30, 4), torch.arange(30) % 3
+
+    def run(size, drop_last):
+        model, learner = nn.Linear(4, 3), PriorLearner("classification", epochs=2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        train = DataLoader(TensorDataset(x, y), 8, drop_last=drop_last)
+        return OnlineTraining(
+            model, optimizer, train, learner, curvature_loader=[(x[:size], y[:size])]
+        )
+
+    assert run(30, True).learner.problem.num_data == run(30, False).learner.problem.num_data == 30
+    assert not recwarn
+    with pytest.warns(RuntimeWarning, match="loader has 15 examples, and the train_loader 30"):
+        run(15, False)
+
+
 @pytest.mark.parametrize(("drop_last", "expected"), [(False, 8), (True, 6)])
 def test_batch_samplers_are_counted_without_loading(drop_last, expected):
     class Loud(TensorDataset):

@@ -218,6 +218,23 @@ def test_a_sample_stands_for_all_data():
     assert abs(part.log_marginal_likelihood() / exact - 1) > 0.2
 
 
+class EveryThird(BatchSampler):
+    """With its own length; the sampler has three times as many examples."""
+
+    def __iter__(self):
+        return islice(super().__iter__(), 0, None, 3)
+
+    def __len__(self):
+        return -(-super().__len__() // 3)
+
+
+def test_batches_of_some_of_a_samplers_examples_are_counted():
+    loader = DataLoader(TensorDataset(X, Y), batch_sampler=EveryThird(range(N), 16, False))
+    assert count_examples(loader) == sum(len(y) for _, y in loader) == 21 * 16
+    whole = DataLoader(TensorDataset(X, Y), batch_sampler=BatchSampler(range(N), 16, True))
+    assert count_examples(whole) == N // 16 * 16
+
+
 def without_odd(examples):
     return default_collate([example for example in examples if example[0] % 2 == 0])
 
