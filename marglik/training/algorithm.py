@@ -341,6 +341,7 @@ def remember_if_best(state: LearnerState, model: nn.Module) -> None:
             "prior_precision": hyper.prior_precision,
             "sigma_noise": hyper.sigma_noise,
             "likelihood": str(state.likelihood),
+            "log_factor": state.measures.log_factor,
         }
 
 
@@ -352,5 +353,6 @@ def go_back_to_best(state: LearnerState, model: nn.Module) -> bool:
     model.load_state_dict(best["model"])
     state.hyperparameters.set(best["prior_precision"], best["sigma_noise"])
     state.likelihood = likelihood_of(best["likelihood"])
+    state.measures.log_factor = best["log_factor"]
     state.kept_epoch = best["epoch"]
     return True

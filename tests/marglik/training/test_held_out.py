@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from marglik import OnlineTraining, Posterior, PriorLearner
-from marglik.training import held_out
+from marglik.training import algorithm, held_out
 from marglik.training.held_out import (
     derivatives_in_log_decays,
     displacements,
@@ -382,6 +382,32 @@ def test_lowering_without_labels_that_can_do_it_is_an_error_and_the_default_does
     learner = PriorLearner(likelihood, **options)
     learner.start(model, optimizer, data, 9, held_out=data if is_held_out else None)
     assert learner.problem.corrects_decays == (message is None and is_held_out)
+
+
+def test_the_best_update_has_the_factor_of_its_weight_decays(monkeypatch):
+    """Here the first one."""
+
+    def correct(problem, state, posterior):
+        state.measures.log_factor += 0.3
+
+    monkeypatch.setattr(algorithm.held_out, "correct", correct)
+    (x, y, _), model = images(40, 0.0, 0), nn.Sequential(nn.Flatten(), nn.Linear(36, 4))
+    optimizer, data = torch.optim.SGD(model.parameters(), 0.1), [(x, y)]
+    prior = PriorLearner("classification", keep="best", every=1)
+    prior.start(model, optimizer, data, 5, held_out=data)
+    first = None
+    for _ in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        first = first or prior.state.best
+    prior.state.best = first | {"evidence": 0.0}  # others are negative
+    assert prior.state.measures.log_factor == pytest.approx(4 * 0.3)
+    prior.finish()
+    assert prior.state.kept_epoch == 1
+    factors = torch.tensor([math.exp(0.3), 1.0], dtype=torch.float64)
+    delta = prior.state.hyperparameters.prior_precision
+    assert_close(prior.weight_decays(), delta / len(y) * factors)
 
 
 def test_held_out_batches_that_are_read_once_are_an_error():
