@@ -50,16 +50,19 @@ MANY_CLASSES = 1024
 """Minimum number of classes for drawing a label in two steps: a block, then a class in it."""
 
 
-def parameter(default: Any, *, above: float = 0.0) -> Any:
+def parameter(default: Any, *, start: Any = None, above: float = 0.0) -> Any:
     """Field for a continuous parameter of a likelihood; None if it is not given.
 
     `PriorLearner` learns parameters that are not given, by the evidence.
 
     Args:
-        default: value for None, and start of learning; a list for one value per output.
+        default: value for None; a list for one value per output.
+        start: value at which learning starts, if steps do not grow with the gradient, as Adam's;
+            None for ``default``. SGD starts at ``default``.
         above: exclusive lower bound of the values.
     """
-    return field(default=None, metadata={"default": default, "above": above})
+    start = default if start is None else start
+    return field(default=None, metadata={"default": default, "start": start, "above": above})
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,15 @@ class Likelihood:
         object.__setattr__(other, "parameters", {**self.parameters, **parameters})
         return other
 
-    def to_learn(self) -> dict[str, Any]:
-        """Return the parameters that are not given, with the values at which learning starts."""
+    def to_learn(self, normalized_steps: bool = True) -> dict[str, Any]:
+        """Return the parameters that are not given, with the values at which learning starts.
+
+        Args:
+            normalized_steps: whether the optimiser divides gradients by their size, as Adam.
+        """
+        key = "start" if normalized_steps else "default"
         return {
-            option.name: option.metadata["default"]
+            option.name: option.metadata[key]
             for option in fields(self)
             if option.metadata and getattr(self, option.name) is None
         }
@@ -165,6 +173,15 @@ class Likelihood:
     def lower_bounds(self) -> dict[str, float]:
         """Return the exclusive lower bound of each parameter."""
         return {f.name: f.metadata["above"] for f in fields(self) if f.metadata}
+
+    def step_scale(self) -> float:
+        """Return a factor of the loss in Adam's steps of `OnlineTraining`, 1 by default.
+
+        It cancels a learned noise in the size of the gradients. Adam divides gradients by their
+        root mean square over about 1,000 steps. Without the factor, its steps would be too large
+        after an update that lowers the noise, and too small after an update that raises it.
+        """
+        return 1.0
 
     def num_vectors(self, C: int) -> int:
         """Return the number of columns of `root` for C outputs."""
@@ -875,14 +892,20 @@ class StudentT(Diagonal):
 
     Λ = (ν + 1)/((ν + 3) s²) is the Fisher information; the Hessian is negative at outliers.
 
+    `PriorLearner` learns s and ν. With Adam, s starts at 0.1, like the σ of "regression". A larger
+    s has little curvature, so the first updates raise the weight decays, and the network fits less.
+    ν starts at 30, almost a Gaussian. With heavy tails, targets that the network does not fit yet
+    would count as outliers, and would have small gradients (`experiments.uci.likelihoods`). SGD's
+    steps would be too large at such a small s, so with SGD both start at their defaults 1 and 4.
+
     Args:
         df: ν > 2, degrees of freedom; large values approach a Gaussian.
         scale: s, in units of the targets.
     """
 
     name = "student_t"
-    df: float | None = parameter(4.0, above=2.0)
-    scale: float | None = parameter(1.0)
+    df: float | None = parameter(4.0, start=30.0, above=2.0)
+    scale: float | None = parameter(1.0, start=0.1)
 
     def _noise(self, f: Tensor) -> Tensor:
         """Return the variance s²ν/(ν − 2) around f."""
@@ -895,6 +918,11 @@ class StudentT(Diagonal):
     def diagonal(self, f: Tensor, y: Tensor) -> Tensor:
         df, scale = self.parameters["df"].to(f), self.parameters["scale"].to(f)
         return ((df + 1) / ((df + 3) * scale.square())).expand_as(f)
+
+    def step_scale(self) -> float:
+        """Return 1/Λ, like the σ² of "regression"."""
+        df, scale = self.parameters["df"].item(), self.parameters["scale"].item()
+        return (df + 3) / (df + 1) * scale**2
 
     def moments(self, f: Tensor, variance: Tensor, sigma: Tensor) -> Moments:
         """Return the means f, s²ν/(ν − 2) and the outputs' variance."""
@@ -1037,7 +1065,7 @@ class Weighted(Likelihood):
         object.__setattr__(self, "of", likelihood)
         of_class = "kind", "has_sigma", "has_probit", "has_label_noise", "is_count", "num_vectors"
         of_predictions = "predicted", "log_probabilities", "moments", "log_density", "cdf"
-        of_learning = "parameters", "lower_bounds", "to_learn"
+        of_learning = "parameters", "lower_bounds", "to_learn", "step_scale"
         for name in (*of_class, *of_predictions, *of_learning):
             object.__setattr__(self, name, getattr(likelihood, name))
 

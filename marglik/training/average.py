@@ -26,7 +26,7 @@ from torch import nn
 from kfac_backend.engine.batches import arguments, split_batch, to_device
 from kfac_backend.engine.model_calls import forked_random_numbers, logits_of
 from kfac_backend.engine.task import Task
-from kfac_backend.likelihoods import loss_sum
+from kfac_backend.likelihoods import Likelihood, likelihood_of, loss_sum
 from kfac_backend.options import TargetOptions
 from kfac_backend.ranks import Ranks
 from kfac_backend.sharding import is_sharded
@@ -173,11 +173,14 @@ def noise_of_steps(
     loader: Loader | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> float:
-    """Return ½ log(L/L̄), the nats per target that the noise of the steps costs; collective.
+    """Return the nats per target that the noise of the steps costs; collective.
 
-    L is the mean loss of the steps of a regression over the latest twentieth of the epochs, which
-    is the time between two updates. L̄ is the loss of the average for the same batches, also in
-    train mode. Each has its own best σ, because the learned σ includes the noise of the steps.
+    L is the mean loss of the steps over the latest twentieth of the epochs, which is the time
+    between two updates. L̄ is the loss of the average for the same batches, also in train mode. For
+    a likelihood with σ, the noise is ½ log(L/L̄). Each loss then has its own best σ, because the
+    learned σ includes the noise of the steps. For other likelihoods it is L − L̄, divided by the
+    number of outputs. L̄ is then a mean over the same epochs, each with its likelihood, because an
+    update may have changed the likelihood.
 
     Args:
         problem: the training problem.
@@ -188,13 +191,27 @@ def noise_of_steps(
     """
     latest = losses[-max(1, round((problem.options.schedule.epochs or 0) / 20)) :]
     loss = math.fsum(latest) / len(latest)
+    if not state.likelihood.has_sigma:
+        first = len(losses) - len(latest) + 1
+        texts = [likelihood_in(state, epoch) for epoch in range(first, len(losses) + 1)]
+        of_average = {
+            text: _losses_of_average(problem, state, loader, forward, likelihood_of(text))
+            for text in dict.fromkeys(texts)
+        }
+        of_epochs = zip(*(of_average[text] for text in texts), strict=True)
+        total, examples, outputs = map(math.fsum, of_epochs)
+        return (loss * examples - total) / outputs
     of_average = loss_of_average(problem, state, loader, forward)
     if not of_average:
         return math.inf if loss else 0.0
     return 0.5 * math.log(loss / of_average) if loss else 0.0
 
 
-@torch.no_grad()
+def likelihood_in(state: LearnerState, epoch: int) -> str:
+    """Return the likelihood of the steps of an epoch, from 1, as text."""
+    return state.decay_history[max(e for e in state.decay_history if e < epoch)][2]
+
+
 def loss_of_average(
     problem: Problem,
     state: LearnerState,
@@ -205,8 +222,21 @@ def loss_of_average(
 
     See `noise_of_steps` for the arguments.
     """
-    loader, task = loader or problem.loader, Task(state.likelihood, problem.options.curvature)
-    totals = torch.zeros(2, dtype=torch.float64)
+    total, examples, _ = _losses_of_average(problem, state, loader, forward, state.likelihood)
+    return total / max(examples, 1)
+
+
+@torch.no_grad()
+def _losses_of_average(
+    problem: Problem,
+    state: LearnerState,
+    loader: Loader | None,
+    forward: Callable[..., Any] | None,
+    likelihood: Likelihood,
+) -> list[float]:
+    """Return the training loss at the average, and the numbers of examples and of outputs."""
+    loader, task = loader or problem.loader, Task(likelihood, problem.options.curvature)
+    totals = torch.zeros(3, dtype=torch.float64)
     buffers = _preserved_buffers(problem.model)
     with preserve_mode(problem.model), buffers, averaged(problem, state) as model:
         model.train()
@@ -220,8 +250,8 @@ def loss_of_average(
                 x, y = deepcopy(to_device(x, device)), to_device(y, device)
                 args, kwargs = arguments(model, x)
                 f = logits_of((forward or model)(*args, **kwargs))
-                data_loss = loss_sum(f, task.targets(model, x, y), state.likelihood)
-                totals += torch.tensor([data_loss.item(), len(y)], dtype=torch.float64)
+                data_loss = loss_sum(f, task.targets(model, x, y), likelihood)
+                numbers = [data_loss.item(), len(y), f.numel()]
+                totals += torch.tensor(numbers, dtype=torch.float64)
     problem.ranks.sum_([totals])
-    total, examples = totals.tolist()
-    return total / max(examples, 1)
+    return totals.tolist()

@@ -160,10 +160,7 @@ def stable_decays(problem: Problem, state: LearnerState, part: Part) -> list[flo
 def set_decays(problem: Problem, state: LearnerState) -> None:
     """Compute the weight decays of the steps, once per update, and store them for `replay`."""
     options, hyper = problem.options, state.hyperparameters
-    # σ², because the loop's loss has no noise; also 1/R if it averages over R terms.
-    sigma = hyper.sigma_noise
-    state.gradient_scale = sigma.square().item() * options.loss_scale
-    state.gradient_scale /= problem.terms_per_example
+    sigma, state.gradient_scale = hyper.sigma_noise, scale_of_gradients(problem, state)
     # Limit the weight decay of scale-invariant weights, once they are known.
     limit, decays = options.policy.invariant_limit, state.weight_decays(problem)
     state.decays = hyper.groups.per_tensor(decays).tolist()
@@ -176,6 +173,14 @@ def set_decays(problem: Problem, state: LearnerState) -> None:
     delta = torch.tensor(state.decays, dtype=torch.float64) * problem.num_data
     delta = delta / options.temperature
     state.decay_history[state.epoch] = (delta, sigma, str(state.likelihood))
+
+
+def scale_of_gradients(problem: Problem, state: LearnerState) -> float:
+    """Return the factor between the loop's loss and the mean of −log p over examples."""
+    # σ², because the loop's loss has no noise; also 1/R if it averages over R terms.
+    scale = state.hyperparameters.sigma_noise.square().item() * problem.options.loss_scale
+    scale /= problem.terms_per_example
+    return scale * state.likelihood.step_scale() if problem.scales_loss else scale
 
 
 def largest_precisions(

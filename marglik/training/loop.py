@@ -48,7 +48,7 @@ from kfac_backend.engine.batches import (
 from kfac_backend.engine.model_calls import check_output, logits_of
 from kfac_backend.engine.rule_assignment import check_module
 from kfac_backend.engine.task import Task
-from kfac_backend.likelihoods import counted_terms, loss_sum
+from kfac_backend.likelihoods import StudentT, counted_terms, likelihood_of, loss_sum
 from kfac_backend.optimizer import KFAC
 from kfac_backend.options import check_keys
 from kfac_backend.ranks import Ranks
@@ -67,7 +67,10 @@ from marglik.random_state import own_random_numbers, random_state, set_random_st
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
 from marglik.training.average import LARGEST_NOISE, noise_of_steps
+from marglik.training.decay_policy import scale_of_gradients
 from marglik.training.learner import PriorLearner
+from marglik.training.problem import Problem
+from marglik.training.state import LearnerState
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric  # importing Lightning takes seconds
@@ -141,8 +144,8 @@ class OnlineTraining:
         learner: the learner of the weight decays, with likelihood and targets; not started, with
             the number of epochs in its schedule.
         scheduler: the optimiser's learning-rate schedule, stepped after every batch. None keeps the
-            rate constant, with one exception: for a regression whose targets have little noise, the
-            rate falls linearly to zero in the last third of the epochs, see
+            rate constant, with one exception: for "regression" and "student_t", if the targets have
+            little noise, the rate falls linearly to zero in the last third of the epochs, see
             `marglik.training.average`.
         curvature_loader: data of the curvature pass, with the same examples, for example without
             augmentation; None uses the training loader.
@@ -214,6 +217,7 @@ class OnlineTraining:
         self._start()
         if curvature_loader is not None:
             self._warn_of_fewer_examples()
+        self._scale_loss()
         if not self._is_alone:
             _warn_of_batch_norm(model)
         compiled: Any = model
@@ -320,6 +324,12 @@ class OnlineTraining:
                 stacklevel=3,
             )
 
+    def _scale_loss(self) -> None:
+        """Multiply the loss by `Likelihood.step_scale`, unless the optimiser is SGD."""
+        problem, state = self.learner.problem, self.learner.state
+        problem.scales_loss = problem.normalizes_steps
+        state.gradient_scale = scale_of_gradients(problem, state)
+
     # --- an epoch of network steps ---
 
     def train_epoch(self) -> Record:
@@ -348,9 +358,7 @@ class OnlineTraining:
         problem, state = self.learner.problem, self.learner.state
         if self._epoch != self._first_late or not problem.averages:
             return
-        # A member of an ensemble replays the σ that another network has learned.
-        has_learned = len({float(sigma) for _, sigma, _ in problem.replayed.values()}) > 1
-        if not (state.hyperparameters.learn_sigma_noise or has_learned):
+        if not _learns_noise(problem, state):
             return
         losses = [record["loss"] for record in self._records if record["kind"] == "epoch"]
         data = self.train_loader
@@ -483,6 +491,8 @@ class OnlineTraining:
             objective = data_loss / len(f)
             if not self._is_alone:
                 objective = self._mean_over_ranks(data_loss, len(f), counts)
+            if self.learner.problem.scales_loss:
+                objective = objective * likelihood.step_scale()
             scale: list[Tensor | float] = [1.0]
             if self.fabric is None:
                 objective.backward()
@@ -599,6 +609,7 @@ class OnlineTraining:
         self.scheduler = own
         self.learner.load_state_dict(state["learner"])
         self._start()  # start again, from this state
+        self._scale_loss()
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
         self.model.load_state_dict(state["model"])
         self._falls = state["falls"]
@@ -642,6 +653,20 @@ def _checked_epochs(
             "compile, or with another optimiser."
         )
     return epochs
+
+
+def _learns_noise(problem: Problem, state: LearnerState) -> bool:
+    """Return whether the noise of a "regression" or the scale of a "student_t" is learned.
+
+    A member of an ensemble replays the noise that another network has learned.
+    """
+    history = problem.replayed.values()
+    if state.likelihood.has_sigma:
+        return state.hyperparameters.learn_sigma_noise or len({float(s) for _, s, _ in history}) > 1
+    if not isinstance(getattr(state.likelihood, "of", state.likelihood), StudentT):
+        return False
+    scales = {float(likelihood_of(text).parameters["scale"]) for *_, text in history}
+    return "scale" in problem.learned_by_evidence or len(scales) > 1
 
 
 def _warn_of_batch_norm(model: nn.Module) -> None:

@@ -14,20 +14,28 @@ from marglik import OnlineTraining, PriorLearner
 from marglik.data import Batches
 from marglik.models import MLP
 from marglik.training import loop
+from marglik.training.algorithm import end_of_epoch
 from marglik.training.average import noise_of_steps
 
 EPOCHS, RATE = 9, 0.03
+OF_STUDENT = {"likelihood": "student_t", "epochs": 60, "rate": 0.1}
+"""Options with which the scale is learned, and steps have much noise."""
 
 
-def training(noise=1e-3, likelihood="regression", scheduler=None, epochs=EPOCHS, **options):
+def training(
+    noise=1e-3, likelihood="regression", scheduler=None, epochs=EPOCHS, rate=RATE, **options
+):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 3, generator=generator).double()
     y = x[:, :1].sin() + noise * torch.randn(64, 1, generator=generator).double()
     if likelihood == "classification":
         y = (y[:, 0] > 0).long()
+    if likelihood.startswith("weighted"):
+        y = torch.cat([y, torch.ones_like(y)], 1)
     torch.manual_seed(0)
-    model = MLP(3, (20,), 2 if likelihood == "classification" else 1, "tanh").double()
-    optimizer = torch.optim.Adam(model.parameters(), RATE)
+    outputs = 2 if likelihood in ("classification", "heteroscedastic") else 1
+    model = MLP(3, (20,), outputs, "tanh").double()
+    optimizer = torch.optim.Adam(model.parameters(), rate)
     learner = PriorLearner(likelihood, epochs=epochs, **options)
     loader = Batches(x, y, 16, shuffle=True, seed=0)
     return OnlineTraining(
@@ -55,12 +63,23 @@ def rates(run):
     return [record["lr"] for record in run.run().records if record["kind"] == "epoch"]
 
 
-def test_the_rate_falls_to_zero_in_the_last_third():
-    found, steps = rates(training()), 3 * 4
-    assert found[:6] == [RATE] * 6
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        OF_STUDENT,
+        {**OF_STUDENT, "likelihood": "student_t(df=4)"},
+        {**OF_STUDENT, "likelihood": "weighted(of='student_t')"},
+    ],
+    ids=str,
+)
+def test_the_rate_falls_to_zero_in_the_last_third(options):
+    found, late = rates(training(**options)), options.get("epochs", EPOCHS) // 3
+    rate = options.get("rate", RATE)
+    assert found[:-late] == [rate] * 2 * late
     # The record has the rate after the epoch's steps.
-    expected = [RATE * (1 - 4 * epoch / steps) for epoch in (1, 2, 3)]
-    assert found[6:] == pytest.approx(expected, abs=1e-12)
+    expected = [rate * (1 - epoch / late) for epoch in range(1, late + 1)]
+    assert found[-late:] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -72,28 +91,41 @@ def test_the_rate_falls_to_zero_in_the_last_third():
         {"sigma_noise": 0.1, "learn_sigma_noise": False},
         {"scheduler": partial(ConstantLR, factor=1.0)},
         {"epochs": 1},
+        {**OF_STUDENT, "noise": 3.0},
+        {**OF_STUDENT, "likelihood": "student_t(scale=0.01)"},
+        {**OF_STUDENT, "updates": 0},
+        {**OF_STUDENT, "likelihood": "heteroscedastic"},
     ],
     ids=str,
 )
 def test_the_rate_stays_constant(options):
     """With noisy targets, labels, no average, a known σ, or a schedule by the user."""
-    assert set(rates(training(**options))) == {RATE}
+    assert set(rates(training(**options))) == {options.get("rate", RATE)}
 
 
-def test_members_that_replay_the_noise_measure_it_too():
-    first = training()
+@pytest.mark.parametrize(
+    ("options", "fixed_noise"),
+    [
+        ({}, {"sigma_noise": 0.1, "learn_sigma_noise": False}),
+        (OF_STUDENT, {"likelihood": "student_t(scale=0.01)"}),
+    ],
+    ids=str,
+)
+def test_members_that_replay_the_noise_measure_it_too(options, fixed_noise):
+    rate = options.get("rate", RATE)
+    first = training(**options)
     first.run()
-    replayed = training()
+    replayed = training(**options)
     loader = replayed.train_loader
-    optimizer = torch.optim.Adam(replayed.model.parameters(), RATE)
+    optimizer = torch.optim.Adam(replayed.model.parameters(), rate)
     member = OnlineTraining(replayed.model, optimizer, loader, first.learner.replay())
     assert rates(member)[-1] == pytest.approx(0.0, abs=1e-12)
-    fixed = training(sigma_noise=0.1, learn_sigma_noise=False)
+    fixed = training(**{**options, **fixed_noise})
     fixed.run()
-    again = training(noise=1e-3)
-    optimizer = torch.optim.Adam(again.model.parameters(), RATE)
+    again = training(**options)
+    optimizer = torch.optim.Adam(again.model.parameters(), rate)
     member = OnlineTraining(again.model, optimizer, again.train_loader, fixed.learner.replay())
-    assert set(rates(member)) == {RATE}
+    assert set(rates(member)) == {rate}
 
 
 def test_a_measurement_changes_nothing_by_itself():
@@ -226,6 +258,29 @@ def test_the_noise_of_steps_is_what_the_average_removes():
     assert noise == pytest.approx(expected(), rel=1e-12)
     for p, q in zip(model.parameters(), latest, strict=True):
         assert not torch.equal(p, q)
+
+
+def test_the_noise_of_student_t_compares_losses_of_the_same_likelihood():
+    """Mean of L − L̄ over the epochs, by hand, with an update between two of them."""
+    run = training(likelihood="student_t", epochs=40, updates=10)
+    problem, state, model = run.learner.problem, run.learner.state, run.model
+    losses, likelihoods = list[float](), []
+    for epoch in range(1, 10):
+        likelihoods.append(run.learner.likelihood)
+        losses.append(run.train_epoch()["loss"])
+        end_of_epoch(problem, state, epoch)
+    noise = noise_of_steps(problem, state, losses)
+    x, y = (torch.cat(parts) for parts in zip(*run.train_loader, strict=True))
+    state.averages[0].include_latest()
+    state.averages[0].write()
+    with torch.no_grad():
+        of_average = [of.loss(model(x), y).item() / len(y) for of in likelihoods]
+    # Two epochs, the twentieth of 40, with an update between them.
+    assert likelihoods[7] != likelihoods[8] == state.likelihood
+    expected = sum(losses[7:]) / 2 - sum(of_average[7:]) / 2
+    assert noise == pytest.approx(expected, rel=1e-9)
+    # Negative control: with the present likelihood alone the change of the scale counts, too.
+    assert abs(sum(losses[7:]) / 2 - of_average[8] - expected) > 0.005
 
 
 def test_dropout_is_no_noise_of_steps():

@@ -283,6 +283,105 @@ def test_training_learns_what_is_not_given():
     assert float(of.parameters["r"]) == pytest.approx(r, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "likelihood", "start"),
+    [
+        (torch.optim.Adam, "student_t", {"df": 30.0, "scale": 0.1}),
+        (torch.optim.Adam, "student_t(df=4)", {"df": 4, "scale": 0.1}),
+        (torch.optim.SGD, "student_t", {"df": 4.0, "scale": 1.0}),
+        (torch.optim.Adam, "heteroscedastic", {"noise": 1.0, "strength": 1.0}),
+    ],
+)
+def test_learning_starts_with_little_noise_where_steps_are_normalized(optimizer, likelihood, start):
+    """SGD would diverge. A posterior without learning has other values: 4 and 1."""
+    model, learner = nn.Linear(1, 2), PriorLearner(likelihood)
+    x, y = torch.ones(4, 1), torch.ones(4, 1 if likelihood == "heteroscedastic" else 2)
+    learner.start(model, optimizer(model.parameters(), 0.01), [(x, y)], 3, hooks="none")
+    assert learner.likelihood.options == start
+    fixed = likelihood_of("student_t").parameters
+    assert {name: value.item() for name, value in fixed.items()} == {"df": 4.0, "scale": 1.0}
+
+
+def test_many_degrees_of_freedom_train_as_a_regression():
+    """Student's t at ν = 1e6 and a known scale is a Gaussian of this σ: loss, Λ, decays, steps."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 2, generator=generator).double()
+    y = (2 * x[:, :1]).sin() + 0.3 * torch.randn(120, 1, generator=generator).double()
+
+    def trained(likelihood, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+        learner = PriorLearner(likelihood, epochs=30, **options)
+        # Adam's ε is relative to the gradients, which have another scale.
+        optimizer = torch.optim.Adam(model.parameters(), 0.02, eps=0.0)
+        batches = [(x[:60], y[:60]), (x[60:], y[60:])]
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        OnlineTraining(model, optimizer, batches, learner, scheduler=schedule).run()
+        return model(x).detach(), learner.posterior.prior_precision
+
+    gaussian = trained("regression", sigma_noise=0.3)
+    assert_close(trained("student_t(df=1e6, scale=0.3)"), gaussian, rtol=0.01, atol=0.01)
+    tails = trained("student_t(df=4, scale=0.3)")
+    assert (tails[0] - gaussian[0]).abs().max() > 0.05  # negative control
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_a_change_of_the_scale_changes_only_steps_of_sgd(optimizer):
+    """Adam's gradients are those of the loss and the prior, divided by Λ; by hand."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 2, generator=generator).double()
+    y = x[:, :1].sin() + 0.1 * torch.randn(30, 1, generator=generator).double()
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    steps = optimizer(model.parameters(), 0.01)
+    learner = PriorLearner("weighted(of='student_t')", epochs=6, clip=None)
+    targets, seen, expected = torch.cat([y, torch.ones_like(y)], 1), [], []
+
+    def look(*_):
+        likelihood, decays = learner.likelihood.of, learner.state.decays
+        loss = likelihood.loss(model(x), y) / len(x)
+        loss = loss + sum(
+            d * p.square().sum() / 2 for d, p in zip(decays, model.parameters(), strict=True)
+        )
+        factor = 1 / likelihood.diagonal(y[:1], y[:1]).item() if learns_scaled else 1.0
+        expected.append([factor * g for g in torch.autograd.grad(loss, [*model.parameters()])])
+        seen.append([p.grad.clone() for p in model.parameters()])
+
+    learns_scaled = optimizer is torch.optim.Adam
+    batches = [(x, targets), (x, targets)]  # an average needs several steps
+    run = OnlineTraining(model, steps, batches, learner)
+    steps.register_step_pre_hook(look)
+    before = learner.likelihood
+    run.run()
+    assert_close(seen, expected, rtol=1e-9, atol=1e-12)
+    assert learner.likelihood != before  # negative control: Λ has changed
+
+
+def test_a_resumed_training_scales_the_loss_as_before():
+    """To the bit, from a state after an update of the scale."""
+
+    def training(state=None):
+        torch.manual_seed(0)
+        x = torch.randn(30, 2).double()
+        model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        batches = [(x, x[:, :1].sin()), (x, x[:, 1:])]
+        learner = PriorLearner("student_t", epochs=6)
+        run = OnlineTraining(model, torch.optim.Adam(model.parameters(), 0.01), batches, learner)
+        if state is not None:
+            run.load_state_dict(state)
+        return run
+
+    whole, part = training(), training()
+    whole.run()
+    for epoch in range(1, 4):
+        part.train_epoch()
+        end_of_epoch(part.learner.problem, part.learner.state, epoch)
+    resumed = training(part.state_dict())
+    resumed.run()
+    assert resumed.learner.likelihood == whole.learner.likelihood
+    for p, q in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def wave(number, seed, dtype=torch.float64):
     """sin(2x) on (−2, 2), with a noise of 0.05 on the left and 0.3 on the right."""
     generator = torch.Generator().manual_seed(seed)
