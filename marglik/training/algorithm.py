@@ -84,7 +84,8 @@ def start(
     # A rank with another model, state or other options would learn something else, or wait forever.
     problem.ranks.agree_on_state(lambda: check_saved(saved, problem, hyperparameters))
     # Gradients of a small noise are large, and so are SGD's steps (also with K-FAC).
-    to_learn = likelihood.to_learn(problem.normalizes_steps) if problem.options.learns else {}
+    normalized = all(part.normalizes_steps for part in problem.parts)
+    to_learn = likelihood.to_learn(normalized) if problem.options.learns else {}
     likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
     first_batch, first_loss = look_at_data(problem, likelihood, sums_terms, loss)
     state = LearnerState.initial(problem, hyperparameters, likelihood, first_loss)

@@ -8,6 +8,7 @@ import logging
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,12 +176,19 @@ def set_decays(problem: Problem, state: LearnerState) -> None:
     state.decay_history[state.epoch] = (delta, sigma, str(state.likelihood))
 
 
+def scale_loss(problem: Problem, state: LearnerState) -> None:
+    """Let a loop multiply its loss by `Likelihood.step_scale`, unless the optimiser is SGD."""
+    (part,) = problem.parts
+    problem.parts = [replace(part, scales_loss=part.normalizes_steps)]
+    state.gradient_scale = scale_of_gradients(problem, state)
+
+
 def scale_of_gradients(problem: Problem, state: LearnerState) -> float:
     """Return the factor between the loop's loss and the mean of −log p over examples."""
     # σ², because the loop's loss has no noise; also 1/R if it averages over R terms.
     scale = state.hyperparameters.sigma_noise.square().item() * problem.options.loss_scale
     scale /= problem.terms_per_example
-    return scale * state.likelihood.step_scale() if problem.scales_loss else scale
+    return scale * state.likelihood.step_scale() if problem.parts[-1].scales_loss else scale
 
 
 def largest_precisions(

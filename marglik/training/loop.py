@@ -67,7 +67,7 @@ from marglik.random_state import own_random_numbers, random_state, set_random_st
 from marglik.storage.checkpoint import Checkpoints
 from marglik.training import algorithm
 from marglik.training.average import LARGEST_NOISE, noise_of_steps
-from marglik.training.decay_policy import scale_of_gradients
+from marglik.training.decay_policy import scale_loss
 from marglik.training.learner import PriorLearner
 from marglik.training.problem import Problem
 from marglik.training.state import LearnerState
@@ -217,7 +217,7 @@ class OnlineTraining:
         self._start()
         if curvature_loader is not None:
             self._warn_of_fewer_examples()
-        self._scale_loss()
+        scale_loss(learner.problem, learner.state)
         if not self._is_alone:
             _warn_of_batch_norm(model)
         compiled: Any = model
@@ -323,12 +323,6 @@ class OnlineTraining:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-    def _scale_loss(self) -> None:
-        """Multiply the loss by `Likelihood.step_scale`, unless the optimiser is SGD."""
-        problem, state = self.learner.problem, self.learner.state
-        problem.scales_loss = problem.normalizes_steps
-        state.gradient_scale = scale_of_gradients(problem, state)
 
     # --- an epoch of network steps ---
 
@@ -491,7 +485,7 @@ class OnlineTraining:
             objective = data_loss / len(f)
             if not self._is_alone:
                 objective = self._mean_over_ranks(data_loss, len(f), counts)
-            if self.learner.problem.scales_loss:
+            if self.learner.problem.parts[-1].scales_loss:
                 objective = objective * likelihood.step_scale()
             scale: list[Tensor | float] = [1.0]
             if self.fabric is None:
@@ -609,7 +603,7 @@ class OnlineTraining:
         self.scheduler = own
         self.learner.load_state_dict(state["learner"])
         self._start()  # start again, from this state
-        self._scale_loss()
+        scale_loss(self.learner.problem, self.learner.state)
         self._epoch, self._seconds, self._records = state["epoch"], state["seconds"], []
         self.model.load_state_dict(state["model"])
         self._falls = state["falls"]

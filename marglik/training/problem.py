@@ -49,6 +49,13 @@ class Part:
     parameters: list[nn.Parameter]
     padding: dict[int, int] = field(default_factory=dict)
     """Maps a parameter's index to its constant row, which has no weight decay."""
+    scales_loss: bool = False
+    """Whether the loop multiplies the loss by `Likelihood.step_scale`."""
+
+    @property
+    def normalizes_steps(self) -> bool:
+        """Whether steps do not grow with the gradient: Adam's do not, SGD's do."""
+        return not isinstance(self.optimizer, torch.optim.SGD)
 
 
 @dataclass(eq=False)
@@ -87,8 +94,6 @@ class Problem:
     """Held-out batches, from which the share of wrong labels is learned."""
     vectors: int = 1
     """Backward passes per example of a pass with the curvature's options."""
-    scales_loss: bool = False
-    """Whether the loop multiplies the loss by `Likelihood.step_scale`."""
 
     @classmethod
     def of(
@@ -185,11 +190,6 @@ class Problem:
         num_batches, of_step = length(self.loader), getattr(self.loader, "batches_per_step", 1)
         num_steps = self.steps_per_epoch or (num_batches and math.ceil(num_batches / of_step))
         return self.options.schedule.averages and num_steps != 1
-
-    @property
-    def normalizes_steps(self) -> bool:
-        """Whether steps do not grow with the gradient: Adam's do not, SGD's do."""
-        return not any(isinstance(part.optimizer, torch.optim.SGD) for part in self.parts)
 
     @cached_property
     def learned_by_evidence(self) -> dict[str, Any]:
