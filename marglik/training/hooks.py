@@ -10,6 +10,7 @@ The hooks also store a fingerprint of each tensor after a step. `StepHooks.weigh
 it to decide whether the weights have changed.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,6 +53,8 @@ class StepHooks:
         state: changed by the steps.
         optimizers: all optimisers passed to the start, including ones with only frozen tensors.
         loss_check: called before the first step.
+        counts_batches: whether the learner counts a step for each batch, because the caller gave
+            no number of steps.
     """
 
     def __init__(
@@ -60,7 +63,10 @@ class StepHooks:
         state: LearnerState,
         optimizers: Sequence[torch.optim.Optimizer],
         loss_check: FirstStepLossCheck | None = None,
+        *,
+        counts_batches: bool = False,
     ) -> None:
+        self._counts_batches = counts_batches
         self.problem, self.state, self.loss_check = problem, state, loss_check
         self._left = [WeightsLeft(part) for part in problem.parts]
         self._parameters = {id(p): name for name, p in problem.named.items()}
@@ -144,7 +150,16 @@ class StepHooks:
         """Add the prior's gradient, if the step will be made."""
         check, self.loss_check = self.loss_check, None
         if check is not None:
-            count_batches_of_step(self.problem, check.compare())
+            count_batches_of_step(self.problem, number := check.compare())
+            if self._counts_batches and number > 1:
+                warnings.warn(
+                    f"The first step has the gradients of {number} batches, but the learner counts "
+                    f"a step for each batch, {self.problem.steps_per_epoch} in an epoch. Its "
+                    f"epochs would be {number} times too long. If your loop accumulates gradients, "
+                    "pass steps_per_epoch to start: the number of optimiser steps in an epoch.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         if not _is_skipped(optimizer):
             scale = getattr(optimizer, "grad_scale", None)
             algorithm.penalty(self.problem, self.state, 1.0 if scale is None else scale, part)

@@ -130,9 +130,8 @@ class PriorLearner:
         steps = steps_in_epoch(loader, steps_per_epoch) if hooks == "all" else steps_per_epoch
         optimizers = optimizers_of(optimizer)
         problem = Problem.of(options, model, optimizers, loader, ranks, steps, held_out)
-        if hooks == "all":
-            problem.has_rounds, problem.passes = steps is None, epochs
-            problem.counts_batches = steps_per_epoch is None and steps is not None
+        problem.has_rounds = hooks == "all" and steps is None
+        counts_batches = hooks == "all" and steps_per_epoch is None and steps is not None
         if any(active_hooks(one) is not None for one in optimizers):
             raise RuntimeError(
                 "Another PriorLearner has started with this optimiser and has not finished. Both "
@@ -148,11 +147,13 @@ class PriorLearner:
         self._averages = True
         if hooks != "none":
             compares, check = loss is None and not saved, None
-            if compares or problem.has_rounds or problem.counts_batches:
+            if compares or problem.has_rounds or counts_batches:
                 check = FirstStepLossCheck(
                     model, self.likelihood, options, only_counts=not compares
                 )
-            self._hooks = StepHooks(problem, self.state, optimizers, check)
+            self._hooks = StepHooks(
+                problem, self.state, optimizers, check, counts_batches=counts_batches
+            )
 
     @property
     def loss_check(self) -> FirstStepLossCheck | None:

@@ -4,7 +4,6 @@ It is complete before the first step and does not change with learning, see `Lea
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -77,11 +76,8 @@ class Problem:
     steps_per_epoch: int | None = None
     """Steps of the last optimiser in an epoch, if hooks count them."""
     has_rounds: bool = False
-    """Whether hooks count the steps of a stream, whose epochs are rounds of steps."""
-    passes: int | None = None
-    """Number of passes over a stream, if it is known; the schedule's epochs are then rounds."""
-    counts_batches: bool = False
-    """Whether hooks count a step for each batch, because no number of steps was given."""
+    """Whether hooks count the steps of a stream, whose epochs, also in the schedule, are rounds of
+    steps."""
     examples_per_epoch: int = 0
     """Number of examples of all ranks in an epoch: N, or the examples of a round."""
     replayed: Mapping[int, tuple[Tensor, Tensor, str]] = field(default_factory=dict)
@@ -303,7 +299,7 @@ def look_at_data(
     problem.examples_per_epoch = problem.num_data
     step_size = batch_size * getattr(problem.loader, "batches_per_step", 1)
     if problem.has_rounds:
-        _set_rounds(problem, step_size)
+        _set_rounds(problem, step_size, problem.options.schedule.epochs)
     if problem.steps_per_epoch and length(problem.loader) is None:
         problem.examples_per_epoch = problem.steps_per_epoch * step_size
     padding = next((rank.padding for rank in of_ranks if rank.padding), {})
@@ -365,15 +361,15 @@ def _read_data(
     return first, _Counts(terms, examples, vectors, padding, first_loss, batch_size)
 
 
-def _set_rounds(problem: Problem, step_size: int) -> None:
+def _set_rounds(problem: Problem, step_size: int, passes: int | None) -> None:
     """Set the steps of a round, so that an update of a sample takes a tenth of its time.
 
     If the number of passes over the stream is known, it also sets the number of rounds.
     """
     steps = math.ceil(min(problem.num_data, FEWEST / SHARE) / step_size)
     problem.steps_per_epoch, problem.examples_per_epoch = steps, steps * step_size
-    if problem.passes is not None:
-        rounds = math.ceil(problem.passes * math.ceil(problem.num_data / step_size) / steps)
+    if passes is not None:
+        rounds = math.ceil(passes * math.ceil(problem.num_data / step_size) / steps)
         schedule = replace(problem.options.schedule, epochs=rounds)
         problem.options = replace(problem.options, schedule=schedule)
 
@@ -381,22 +377,16 @@ def _set_rounds(problem: Problem, step_size: int) -> None:
 def count_batches_of_step(problem: Problem, number: int) -> None:
     """Shorten the rounds of a stream if each step accumulates this number of batches.
 
-    A trainer's loader gives the number at the start. For other data, warn if the learner counts a
-    step for each batch.
+    A trainer's loader gives the number at the start.
     """
-    if problem.counts_batches and number > 1:
-        warnings.warn(
-            f"The first step has the gradients of {number} batches, but the learner counts a step "
-            f"for each batch, {problem.steps_per_epoch} in an epoch. Its epochs would be {number} "
-            "times too long. If your loop accumulates gradients, pass steps_per_epoch to start: "
-            "the number of optimiser steps in an epoch.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     if not problem.has_rounds or hasattr(problem.loader, "batches_per_step"):
         return
-    assert problem.steps_per_epoch
-    _set_rounds(problem, number * problem.examples_per_epoch // problem.steps_per_epoch)
+    steps, passes = problem.steps_per_epoch, problem.options.schedule.epochs
+    assert steps
+    batch_size = problem.examples_per_epoch // steps
+    if passes is not None:  # exactly, because a round has at most the steps of a pass
+        passes = passes * steps // math.ceil(problem.num_data / batch_size)
+    _set_rounds(problem, number * batch_size, passes)
     vars(problem).pop("averages", None)  # it depends on the number of steps
 
 
