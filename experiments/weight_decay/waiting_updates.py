@@ -1,8 +1,10 @@
-"""The limit on large samples of updates: `samples.LARGEST_RATIO` beside other values.
+"""The limit on large samples of updates: `samples.LARGEST_RATIO` beside no limit.
 
-If the weight decays hardly change, an update waits while it needs a sample that is larger than this
-ratio times a usual sample. The study trains the same network with and without this limit, and
-compares the test NLL at a temperature that held-out data choose.
+If a network has many effective parameters γ, a sample is at most this ratio times a usual sample,
+and the update corrects γ. If even the correction needs a larger sample, and the weight decays
+hardly change, the update waits. Without the limit, samples are large enough without a correction,
+and no update waits. The study trains the same network with and without the limit, and compares the
+test NLL at a temperature that held-out data choose.
 """
 
 import argparse
@@ -19,7 +21,10 @@ from marglik.data.batches import Batches
 from marglik.training import samples
 
 RATIOS = (samples.LARGEST_RATIO, None)
-"""Values of `samples.LARGEST_RATIO`; with None no update waits for its sample."""
+"""Values of `samples.LARGEST_RATIO`; None is no limit."""
+FORMER = 2.5
+"""The limit of an earlier rule, in results that are older than the correction of γ: updates above
+it waited, and no update corrected γ."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,10 @@ def table(results: list[Result]) -> str:
             mean_with_error([training["nll"] for training in trainings.values()]),
             "" if ratio is None else mean_with_error(differences, "{:+.4f}"),
         ])  # fmt: skip
-    return "Processor seconds of one thread, on a machine with other work.\n\n" + markdown(rows)
+    return (
+        "Processor seconds of one thread, on a machine with other work. The ratio "
+        f"{FORMER} is an earlier rule, without a correction of γ.\n\n{markdown(rows)}"
+    )
 
 
 main = study(

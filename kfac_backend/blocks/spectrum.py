@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kfac_backend.blocks.block import KroneckerBlock, compute_eigenvalues, products_of
@@ -22,6 +22,10 @@ STEP = 1 / 8
 NODES = 16
 SMALLEST = 1e-40
 """Eigenvalues below this share of the largest count as zero."""
+COARSE = 4
+"""Ratio of the steps of a `SampleCorrection` to `STEP`. The correction is exact to about 1e-3."""
+LARGEST_DF = 0.5
+"""Largest df/M that a `SampleCorrection` assumes: up to 1/2, t(u) increases for any eigenvalues."""
 CHUNK = 2**16
 """Maximum number of eigenvalues that are distributed at once, which take a kilobyte each."""
 
@@ -38,31 +42,50 @@ class Spectra:
     weights: Float[Tensor, "B M"]
     largest: Float[Tensor, "B"]
     """The largest eigenvalue of each block."""
+    correction: "SampleCorrection | None" = None
+    """For a sample that stands for all data."""
 
     @classmethod
-    def of(cls, blocks: Iterable[KroneckerBlock]) -> "Spectra":
-        """Compute the spectra of blocks, from their factors' eigenvalues alone."""
+    def of(
+        cls, blocks: Iterable[KroneckerBlock], sample: tuple[float, float, float] | None = None
+    ) -> "Spectra":
+        """Compute the spectra of blocks, from their factors' eigenvalues alone.
+
+        Args:
+            blocks: the blocks.
+            sample: (M_B, M_A, share), to correct the blocks of a sample, see `SampleCorrection`:
+                the numbers of its rows in B and in A, and its share of all data.
+        """
         blocks = list(blocks)
         compute_eigenvalues(blocks)
-        of_factors = (block.factor_eigenvalues() for block in blocks)
+        of_factors = [block.factor_eigenvalues() for block in blocks]
         # For groups, B alone and corrected blocks, distribute all P eigenvalues.
         values = [
             (products_of(B, A),) if A is None or B.dim() > 1 else (B, A) for B, A in of_factors
         ]
-        grids = _spread_all([own for of_block in values for own in of_block])
-        starts, block_weights = [], []
-        for of_block in values:
+        of_groups = [
+            (b, *both)
+            for b, (B, A) in enumerate(of_factors)
+            if sample and A is not None and B.dim() > 1
+            for both in zip(B, A.expand(*B.shape[:-1], A.shape[-1]), strict=True)
+        ]
+        vectors = [own for of_block in values for own in of_block]
+        grids = _spread_all([*vectors, *(own for _, *both in of_groups for own in both)])
+        starts, block_weights, pairs = [], [], list[tuple[int, _Grid, _Grid]]()
+        for b, of_block in enumerate(values):
             start, weights = next(grids)
             if len(of_block) == 2:
                 # log β_i + log α_j lies on the sum of both grids, so convolve the weights. This
                 # takes the time of the grids' lengths, not of the d_out · d_in products. conv1d
                 # correlates, so flip one.
                 start_A, of_A = next(grids)
+                pairs.append((b, (start, weights), (start_A, of_A)))
                 padded = F.pad(weights, (len(of_A) - 1,) * 2)
                 start += start_A
                 weights = F.conv1d(padded[None, None], of_A.flip(0)[None, None]).flatten()
             starts.append(start)
             block_weights.append(weights)
+        pairs += [(b, next(grids), next(grids)) for b, *_ in of_groups]
         M = max(map(len, block_weights))
         device = block_weights[0].device
         steps = torch.arange(M, device=device)
@@ -70,16 +93,115 @@ class Spectra:
             (torch.tensor(starts, device=device)[:, None] + steps) * STEP,
             torch.stack([F.pad(weights, (0, M - len(weights))) for weights in block_weights]),
             torch.stack([torch.stack([own.max() for own in part]).prod() for part in values]),
+            SampleCorrection.of(pairs, *sample) if sample and pairs else None,
         )
 
     def log_det_ratio(self, ratio: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         """Return Σ_i log(1 + λ_i · ratio) per block, differentiable in the ratios > 0."""
         logits = self.nodes + ratio.log()[:, None]
-        return (self.weights * F.softplus(logits, threshold=40.0)).sum(-1)
+        value = (self.weights * F.softplus(logits, threshold=40.0)).sum(-1)
+        return value if self.correction is None else value + self.correction.at(ratio)[0]
 
     def effective(self, ratio: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         """Return Σ_i λ_i · ratio / (1 + λ_i · ratio) per block."""
-        return (self.weights * torch.sigmoid(self.nodes + ratio.log()[:, None])).sum(-1)
+        value = (self.weights * torch.sigmoid(self.nodes + ratio.log()[:, None])).sum(-1)
+        return value if self.correction is None else value + self.correction.at(ratio)[1]
+
+
+_Grid = tuple[int, Tensor]
+"""First node of a grid, and the weights of its nodes."""
+
+
+@dataclass(frozen=True)
+class SampleCorrection:
+    """What the log determinants of a sample lack on average, to be those of all data.
+
+    The eigenvalues of a sample are more unequal than those of all data, so its γ is too small. Let
+    df(u) = Σ_i a_i eᵘ / (1 + a_i eᵘ) for the eigenvalues a_i of a factor of M rows. A ridge
+    regression on M rows has as many degrees of freedom df as one with the true covariance and a
+    ridge that is 1 / (1 − df/M) times as large. The same holds for N rows. All data therefore have
+    df(u) at t = u + log((1 − df/M) / (1 − df/N)). The integral over t is their log determinant,
+    Σ_i log(1 + a_i eᵘ) + M log(1 − df/M) − N log(1 − df/N).
+    Source: Atanasov et al. 2024 (arXiv:2405.00592) for the ridge; the integral is ours.
+
+    Each eigenvalue b of a block's other factor contributes at t = log b + log ratio, and the
+    corrections of both factors are added. A block with one factor has none.
+    """
+
+    owners: Int[Tensor, "S"]
+    """Number of the block of each factor."""
+    nodes: Float[Tensor, "S K"]
+    weights: Float[Tensor, "S K"]
+    """Grid of the other factor's eigenvalues."""
+    t: Float[Tensor, "S U"]
+    values: Float[Tensor, "S U"]
+    slopes: Float[Tensor, "S U"]
+    """Correction of Σ_i log(1 + a_i eᵗ), and its derivative in t."""
+
+    @classmethod
+    def of(
+        cls, pairs: Sequence[tuple[int, _Grid, _Grid]], M_B: float, M_A: float, share: float
+    ) -> "SampleCorrection":
+        """Compute the correction.
+
+        Args:
+            pairs: number of a block, and the grids of its factors B and A.
+            M_B: number of rows of the sample in each B.
+            M_A: number of rows of the sample in each A.
+            share: M/N, the sample's share of all data.
+        """
+        owners = [b for b, *_ in pairs for _ in range(2)]
+        own = _padded([grid for _, B, A in pairs for grid in (B, A)])
+        nodes, weights = _padded([grid for _, B, A in pairs for grid in (A, B)])
+        # Step 1: Σ log(1 + a eᵘ) and df(u), from 12 nats below 1/a of the largest a to 12 nats
+        # above 1/a of the smallest. A convolution with the weights sums over the eigenvalues.
+        K, margin = own[0].shape[1], int(12 / STEP)
+        x = torch.arange(-K - margin, K + margin, device=weights.device).double() * STEP
+        u = x[: K + 2 * margin + 1 : COARSE] - own[0][:, :1]
+        log_det, df = (
+            F.conv1d(f(x)[None, None], own[1][:, None], stride=COARSE)[0]
+            for f in (F.softplus, torch.sigmoid)
+        )
+        # Step 2: subtract them at t from those of all data at t.
+        M = df.new_tensor([M_B, M_A]).repeat(len(pairs))[:, None]
+        N, counted = M / share, df.minimum(LARGEST_DF * M)
+        of_M, of_N = (-counted / M).log1p(), (-counted / N).log1p()
+        t = u + of_M - of_N
+        before, df_before = _interpolated(u, log_det, df, t)
+        values = log_det + M * of_M - N * of_N - before
+        return cls(torch.tensor(owners, device=t.device), nodes, weights, t, values, df - df_before)
+
+    def at(self, ratio: Float[Tensor, "B"]) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
+        """Return the corrections of `Spectra.log_det_ratio` and of `Spectra.effective`."""
+        t = self.nodes + ratio.log()[self.owners, None]
+        log_det, effective = (
+            torch.zeros_like(ratio).index_add(0, self.owners, (self.weights * part).sum(-1))
+            for part in _interpolated(self.t, self.values, self.slopes, t)
+        )
+        return log_det, effective
+
+
+def _padded(grids: Sequence[_Grid]) -> tuple[Float[Tensor, "S K"], Float[Tensor, "S K"]]:
+    """Return the nodes and weights of several grids."""
+    K = max(len(weights) for _, weights in grids)
+    weights = torch.stack([F.pad(weights, (0, K - len(weights))) for _, weights in grids])
+    starts = torch.tensor([start for start, _ in grids], device=weights.device)
+    nodes = starts[:, None] + torch.arange(K, device=weights.device)
+    return nodes.double() * STEP, weights
+
+
+def _interpolated(x: Tensor, values: Tensor, slopes: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cubics through values with slopes at ascending x, and their derivatives, (S, L).
+
+    Below and above all x, the value is constant.
+    """
+    i = torch.searchsorted(x, at.detach()).clamp(1, x.shape[1] - 1)
+    (x0, y0, s0), (x1, y1, s1) = ([f.gather(1, j) for f in (x, values, slopes)] for j in (i - 1, i))
+    h, rise = x1 - x0, y1 - y0
+    p = ((at - x0) / h).clamp(0, 1)
+    q = 1 - p
+    value = y0 + p * p * (3 - 2 * p) * rise + h * p * q * (q * s0 - p * s1)
+    return value, 6 * p * q * rise / h + q * (q - 2 * p) * s0 + p * (p - 2 * q) * s1
 
 
 def _spread_all(

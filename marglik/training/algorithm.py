@@ -50,7 +50,12 @@ from marglik.training.learned_numbers import (
     log_lost_strength,
 )
 from marglik.training.problem import Problem, check_optimizer, look_at_data
-from marglik.training.samples import check_sample, curvature_plan, pass_of_update
+from marglik.training.samples import (
+    CurvaturePlan,
+    check_sample,
+    curvature_plan,
+    pass_of_update,
+)
 from marglik.training.state import (
     LearnerState,
     check_saved,
@@ -210,6 +215,9 @@ def fit(
     pull = None
     if steps and not is_last and problem.corrects_decays:
         pull = partial(held_out.correct, problem, state)
+    rows = None
+    if plan.corrects_gamma:
+        rows = problem.vectors if plan.fisher == options.curvature.fisher else 1
     # Step 3: compute the curvature at θ, and make K steps on the evidence.
     state.posterior = posterior = Posterior(
         problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,
@@ -222,7 +230,7 @@ def fit(
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=is_sample,
                 repeat_proof=is_last or not is_sample, largest=largest, settles_noise=settles,
-                pull=pull, progress=problem.progress,
+                pull=pull, rows_per_example=rows, progress=problem.progress,
             )  # fmt: skip
         if is_sample:
             check_sample(data, posterior)
@@ -292,7 +300,8 @@ def last_update(
             before = state.likelihood
             learn_label_noise(problem, state)
             is_fitted = is_fitted and state.likelihood == before
-        fitted_with = state.record.get("num_examples"), state.record.get("fisher")
+        record = {"corrects_gamma": False} | state.record
+        fitted_with = tuple(map(record.get, CurvaturePlan._fields))
         may_update = schedule.keep == "last" or schedule.is_due(state.epoch)
         if is_trained and state.epoch >= schedule.burn_in and not is_updated and may_update:
             numbers = update(problem, state, is_last=True)

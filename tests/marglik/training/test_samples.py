@@ -24,6 +24,7 @@ from kfac_backend.ranks import Ranks
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.data.batches import Batches
 from marglik.loaders import EpochBatches, count_examples, own_iteration
+from marglik.posterior.prior import Hyperparameters, PriorGroups, update_prior
 from marglik.training.algorithm import end_of_epoch, finish
 from marglik.training.decay_policy import skips_update
 from marglik.training.samples import curvature_plan, examples_for_gamma, sample_size, sampled
@@ -316,39 +317,56 @@ def test_more_draws_of_each_example_leave_time_for_fewer_examples():
 def test_samples_grow_where_gamma_comes_near_what_their_rows_can_show():
     """256 rows show 768 of the weight's 1,200 directions, nearly all of which the data determines.
 
-    They underrate γ; a sample of the size that this γ asks for does not. All data is the oracle.
+    They underrate γ; a sample of the size that this γ asks for does not, if the update corrects it.
+    All data is the oracle. Negative control: without the correction, γ lacks a tenth.
     """
     torch.manual_seed(0)
     d, M = 400, 256
-    x, y = torch.randn(4_000, d), torch.arange(4_000) % 3
+    x = torch.randn(4_000, d) * 10 ** -torch.linspace(0, 1, d)
+    y = torch.arange(4_000) % 3
     model = nn.Linear(d, 3)
     prior = PriorLearner("classification", epochs=20, every=1, weight_decay=1e-3)
     loader = DataLoader(TensorDataset(x, y), 100)
     prior.start(model, torch.optim.SGD(model.parameters(), 0.1), loader)
     prior.state.steps, prior.state.epoch = [1], 0
 
-    def fit(number):
-        posterior = Posterior(model, "classification", prior_precision=40.0)
-        posterior.fit([(x[:number], y[:number])], stands_for=len(x))
-        return posterior, posterior.effective_parameters()[0].item()
+    def update(number, rows=None):
+        posterior = Posterior(model, "classification")
+        hyper = Hyperparameters(PriorGroups.from_model(model), 5.0)
+        _, record = update_prior(
+            hyper, posterior, [(x[:number], y[:number])], len(x), 0,
+            is_sample=number < len(x), rows_per_example=rows,
+        )  # fmt: skip
+        return posterior, record["effective_parameters"]["weight"]
 
-    assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == M
-    posterior, gamma = fit(M)
+    plan = curvature_plan(prior.problem, prior.state, is_last=False)
+    assert (plan.num_examples, plan.corrects_gamma) == (M, False)
+    posterior, gamma = update(M)
     needed = examples_for_gamma(posterior, {"weight": gamma, "bias": 3.0})
-    assert needed == math.ceil(gamma / (0.1 * 3)) > 2 * M
+    assert needed == math.ceil(gamma / (0.3 * 3)) > 1.5 * M
     prior.state.measures.examples_for_gamma = needed
-    assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == needed
-    of_all = fit(len(x))[1]
-    assert gamma < 0.8 * of_all and 0.95 * of_all < fit(needed)[1] < 1.05 * of_all
+    plan = curvature_plan(prior.problem, prior.state, is_last=False)
+    assert (plan.num_examples, plan.corrects_gamma) == (needed, True)
+    of_all, plain = update(len(x))[1], update(needed)[1]
+    corrected = update(needed, prior.problem.vectors)[1]
+    assert gamma < 0.8 * of_all and plain < 0.92 * of_all
+    assert abs(corrected - of_all) < 0.4 * abs(plain - of_all)
+    # Up to 1.5 times the usual sample, samples are large enough without a correction.
+    for needed, plan in {85: (M, False), 128: (384, False), 129: (384, True)}.items():
+        prior.state.measures.examples_for_gamma = needed
+        found = curvature_plan(prior.problem, prior.state, is_last=False)
+        assert (found.num_examples, found.corrects_gamma) == plan
+    assert not curvature_plan(prior.problem, prior.state, is_last=True).corrects_gamma
     # There are no more than N examples.
     prior.state.measures.examples_for_gamma = 10**6
-    assert curvature_plan(prior.problem, prior.state, is_last=False).num_examples == len(x)
+    plan = curvature_plan(prior.problem, prior.state, is_last=False)
+    assert (plan.num_examples, plan.corrects_gamma) == (len(x), False)
     prior.detach()
 
 
 @pytest.mark.parametrize("rule", [{}, {"rest": None}, {"every": 1}, {"curvature_from": "pass"}])
 def test_an_update_that_needs_a_large_sample_waits_for_more_steps(rule):
-    """400 examples take a tenth of an epoch's time. 1,001 wait for two epochs, 1,000 for one."""
+    """400 examples take a tenth of an epoch's time. 601 wait for two epochs, 600 for one."""
     model, x, y = nn.Linear(4, 3), torch.randn(4_000, 4), torch.arange(4_000) % 3
     prior = PriorLearner("classification", **rule)
     loader = DataLoader(TensorDataset(x, y), 100)
@@ -356,7 +374,7 @@ def test_an_update_that_needs_a_large_sample_waits_for_more_steps(rule):
     problem, state = prior.problem, prior.state
     state.steps_at_update, found = 400, []
     state.measures.last_changes = [0.4, -0.4]
-    for needed in (0, 1_000, 1_001, 2_001, 5_000):
+    for needed in (0, 600, 601, 1_201, 5_000):
         state.measures.examples_for_gamma = needed
         for epoch in (11, 12):  # one epoch after the last update, and two
             state.epoch, state.steps = epoch, [40 * epoch]
@@ -364,7 +382,7 @@ def test_an_update_that_needs_a_large_sample_waits_for_more_steps(rule):
     waits = [False, False, False, False, True, False, True, True, True, True]
     assert found == (waits if not rule else [False] * 10)
     # As many steps must follow.
-    state.measures.examples_for_gamma, state.epoch, state.steps = 1_001, 19, [760]
+    state.measures.examples_for_gamma, state.epoch, state.steps = 601, 19, [760]
     assert skips_update(problem, state) == (not rule)
     # No update waits while the weight decays still change, or before the first update.
     for changes in ([1.0, -0.2], []):
@@ -430,7 +448,7 @@ def test_an_example_shows_a_direction_for_each_row_of_the_smaller_factor(
     posterior = Posterior(model, "classification", fisher="random_signs", kfac_approx="reduce")
     posterior.fit([(x, torch.arange(M))])
     gamma = {name: 0.0 for name, _ in model.named_parameters()} | {"0.weight": 1_000.0}
-    expected = 1_000 / (0.1 * directions * groups)
+    expected = 1_000 / (0.3 * directions * groups)
     assert examples_for_gamma(posterior, gamma) == math.ceil(expected)
     block = posterior.factors.blocks["0.weight"].to_dense()
     assert torch.linalg.matrix_rank(block) == M * directions * groups
@@ -444,7 +462,7 @@ def test_each_loss_term_shows_directions_of_its_own():
     posterior = Posterior(model, "classification", fisher="random_signs", kfac_approx="expand")
     posterior.fit([(x, x % 8)])
     gamma = {name: 0.0 for name, _ in model.named_parameters()} | {"1.weight": 100.0}
-    assert examples_for_gamma(posterior, gamma) == math.ceil(100 / (0.1 * 6 * 20))
+    assert examples_for_gamma(posterior, gamma) == math.ceil(100 / (0.3 * 6 * 20))
 
 
 def test_a_last_update_that_is_an_estimate_says_so():
