@@ -47,14 +47,14 @@ class Spectra:
 
     @classmethod
     def of(
-        cls, blocks: Iterable[KroneckerBlock], sample: tuple[float, float, float] | None = None
+        cls, blocks: Iterable[KroneckerBlock], sample: tuple[float, float] | None = None
     ) -> "Spectra":
         """Compute the spectra of blocks, from their factors' eigenvalues alone.
 
         Args:
             blocks: the blocks.
-            sample: (M_B, M_A, share), to correct the blocks of a sample, see `SampleCorrection`:
-                the numbers of its rows in B and in A, and its share of all data.
+            sample: (share, V), to correct the blocks of a sample, see `SampleCorrection`: its share
+                of all data, and the number of backward vectors.
         """
         blocks = list(blocks)
         compute_eigenvalues(blocks)
@@ -64,14 +64,14 @@ class Spectra:
             (products_of(B, A),) if A is None or B.dim() > 1 else (B, A) for B, A in of_factors
         ]
         of_groups = [
-            (b, *both)
+            (b, group, *both)
             for b, (B, A) in enumerate(of_factors)
             if sample and A is not None and B.dim() > 1
-            for both in zip(B, A.expand(*B.shape[:-1], A.shape[-1]), strict=True)
+            for group, both in enumerate(zip(B, A.expand(*B.shape[:-1], A.shape[-1]), strict=True))
         ]
         vectors = [own for of_block in values for own in of_block]
-        grids = _spread_all([*vectors, *(own for _, *both in of_groups for own in both)])
-        starts, block_weights, pairs = [], [], list[tuple[int, _Grid, _Grid]]()
+        grids = _spread_all([*vectors, *(own for *_, B, A in of_groups for own in (B, A))])
+        starts, block_weights, pairs = [], [], list[tuple[int, int, _Grid, _Grid]]()
         for b, of_block in enumerate(values):
             start, weights = next(grids)
             if len(of_block) == 2:
@@ -79,13 +79,13 @@ class Spectra:
                 # takes the time of the grids' lengths, not of the d_out · d_in products. conv1d
                 # correlates, so flip one.
                 start_A, of_A = next(grids)
-                pairs.append((b, (start, weights), (start_A, of_A)))
+                pairs.append((b, 0, (start, weights), (start_A, of_A)))
                 padded = F.pad(weights, (len(of_A) - 1,) * 2)
                 start += start_A
                 weights = F.conv1d(padded[None, None], of_A.flip(0)[None, None]).flatten()
             starts.append(start)
             block_weights.append(weights)
-        pairs += [(b, next(grids), next(grids)) for b, *_ in of_groups]
+        pairs += [(b, group, next(grids), next(grids)) for b, group, *_ in of_groups]
         M = max(map(len, block_weights))
         device = block_weights[0].device
         steps = torch.arange(M, device=device)
@@ -93,7 +93,7 @@ class Spectra:
             (torch.tensor(starts, device=device)[:, None] + steps) * STEP,
             torch.stack([F.pad(weights, (0, M - len(weights))) for weights in block_weights]),
             torch.stack([torch.stack([own.max() for own in part]).prod() for part in values]),
-            SampleCorrection.of(pairs, *sample) if sample and pairs else None,
+            SampleCorrection.of(blocks, pairs, *sample) if sample else None,
         )
 
     def log_det_ratio(self, ratio: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
@@ -125,7 +125,13 @@ class SampleCorrection:
     Source: Atanasov et al. 2024 (arXiv:2405.00592) for the ridge; the integral is ours.
 
     Each eigenvalue b of a block's other factor contributes at t = log b + log ratio, and the
-    corrections of both factors are added. A block with one factor has none.
+    corrections of both factors are added. A block with one factor has none, and neither has a block
+    whose number of terms is unknown.
+
+    A has a row for each of the block's terms, and B a row for each term and backward vector. Rows
+    that depend on each other, such as those of the positions of an image, count like independent
+    ones. The correction is then too small. Of a weight that is stored inputs first, several vectors
+    count for the inputs instead of the gradients, and the correction is also too small.
     """
 
     owners: Int[Tensor, "S"]
@@ -140,19 +146,32 @@ class SampleCorrection:
 
     @classmethod
     def of(
-        cls, pairs: Sequence[tuple[int, _Grid, _Grid]], M_B: float, M_A: float, share: float
-    ) -> "SampleCorrection":
-        """Compute the correction.
+        cls,
+        blocks: Sequence[KroneckerBlock],
+        pairs: Sequence[tuple[int, int, _Grid, _Grid]],
+        share: float,
+        V: float,
+    ) -> "SampleCorrection | None":
+        """Compute the correction; None if no block has one.
 
         Args:
-            pairs: number of a block, and the grids of its factors B and A.
-            M_B: number of rows of the sample in each B.
-            M_A: number of rows of the sample in each A.
+            blocks: the blocks of a sample that stands for all data.
+            pairs: numbers of a block and of its group, and the grids of their factors B and A.
             share: M/N, the sample's share of all data.
+            V: number of backward vectors.
         """
-        owners = [b for b, *_ in pairs for _ in range(2)]
-        own = _padded([grid for _, B, A in pairs for grid in (B, A)])
-        nodes, weights = _padded([grid for _, B, A in pairs for grid in (A, B)])
+        owners, rows, grids = list[int](), list[float](), list[_Grid]()
+        for b, group, of_B, of_A in pairs:
+            terms = blocks[b].num_terms
+            number = terms[group] if isinstance(terms, tuple) else terms
+            if number:
+                owners += [b, b]
+                rows += [number * V, number]
+                grids += [of_B, of_A]
+        if not owners:
+            return None
+        own = _padded(grids)
+        nodes, weights = (t.view(-1, 2, t.shape[1]).flip(1).flatten(0, 1) for t in own)
         # Step 1: Σ log(1 + a eᵘ) and df(u), from 12 nats below 1/a of the largest a to 12 nats
         # above 1/a of the smallest. A convolution with the weights sums over the eigenvalues.
         K, margin = own[0].shape[1], int(12 / STEP)
@@ -163,8 +182,9 @@ class SampleCorrection:
             for f in (F.softplus, torch.sigmoid)
         )
         # Step 2: subtract them at t from those of all data at t.
-        M = df.new_tensor([M_B, M_A]).repeat(len(pairs))[:, None]
-        N, counted = M / share, df.minimum(LARGEST_DF * M)
+        N = df.new_tensor(rows)[:, None]
+        M = share * N
+        counted = df.minimum(LARGEST_DF * M)
         of_M, of_N = (-counted / M).log1p(), (-counted / N).log1p()
         t = u + of_M - of_N
         before, df_before = _interpolated(u, log_det, df, t)
@@ -175,7 +195,7 @@ class SampleCorrection:
         """Return the corrections of `Spectra.log_det_ratio` and of `Spectra.effective`."""
         t = self.nodes + ratio.log()[self.owners, None]
         log_det, effective = (
-            torch.zeros_like(ratio).index_add(0, self.owners, (self.weights * part).sum(-1))
+            part.new_zeros(len(ratio)).index_add(0, self.owners, (self.weights * part).sum(-1))
             for part in _interpolated(self.t, self.values, self.slopes, t)
         )
         return log_det, effective

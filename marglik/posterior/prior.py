@@ -370,7 +370,7 @@ def update_prior(
     largest: Callable[[Posterior], Tensor | None] | None = None,
     settles_noise: bool = False,
     pull: Callable[[Posterior], Tensor | None] | None = None,
-    rows_per_example: float | None = None,
+    num_vectors: float | None = None,
     progress: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """Fit a posterior, then make hyperparameter steps that increase its evidence.
@@ -392,8 +392,8 @@ def update_prior(
         settles_noise: whether σ ends at its fixed point, if it is learned.
         pull: function from the fitted posterior to an addition to the gradient of −evidence in log
             δ of each group, (G,); None means no addition, also as the returned value.
-        rows_per_example: number of backward vectors of an example, to estimate the log determinants
-            and γ of all data from the Kronecker factors of a sample, see
+        num_vectors: number of backward vectors of the pass, to estimate the log determinants and γ
+            of all data from the Kronecker factors of a sample, see
             `kfac_backend.blocks.spectrum.SampleCorrection`. The steps and the record then use these
             estimates. The posterior itself is unchanged. None uses the sample's own values.
         progress: whether to show a progress bar over the batches.
@@ -422,10 +422,8 @@ def update_prior(
     pulls = None if pull is None else pull(posterior)  # first: may compute eigenvalues
     terms = posterior.evidence_terms  # including the eigenvalues, which all steps share
     factors, M = posterior.factors, posterior.sample_size
-    if rows_per_example is not None and factors is not None and M is not None:
-        terms_per_example = factors.num_loss_terms / num_data
-        rows = M * max(rows_per_example, terms_per_example), M * terms_per_example
-        spectra = Spectra.of(factors.blocks.values(), (*rows, M / num_data))
+    if num_vectors is not None and factors is not None and M is not None:
+        spectra = Spectra.of(factors.blocks.values(), (M / num_data, num_vectors))
         terms = replace(terms, spectra=spectra)
     decomposed = _now(device)
     limits = None if largest is None else largest(posterior)

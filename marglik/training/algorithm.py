@@ -215,9 +215,9 @@ def fit(
     pull = None
     if steps and not is_last and problem.corrects_decays:
         pull = partial(held_out.correct, problem, state)
-    rows = None
+    vectors = None
     if plan.corrects_gamma:
-        rows = problem.vectors if plan.fisher == options.curvature.fisher else 1
+        vectors = problem.vectors if plan.fisher == options.curvature.fisher else 1
     # Step 3: compute the curvature at θ, and make K steps on the evidence.
     state.posterior = posterior = Posterior(
         problem.model, state.likelihood, curvature, sigma_noise=hyper.sigma_noise,
@@ -230,7 +230,7 @@ def fit(
             evidences, record = update_prior(
                 hyper, posterior, data, N, steps, is_sample=is_sample,
                 repeat_proof=is_last or not is_sample, largest=largest, settles_noise=settles,
-                pull=pull, rows_per_example=rows, progress=problem.progress,
+                pull=pull, num_vectors=vectors, progress=problem.progress,
             )  # fmt: skip
         if is_sample:
             check_sample(data, posterior)

@@ -102,10 +102,10 @@ def corrected_by_loops(own, others, M, N):
 def test_a_correction_is_the_fixed_point_of_each_eigenvalue(ratio):
     generator = torch.Generator().manual_seed(0)
     B, A = 3 * diagonal(6, 2, generator), 2 * diagonal(40, 4, generator)
-    M_B, M_A, share = 30, 90, 0.2
+    M_B, M_A, share = 180, 90, 0.2
     ratios = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
-    block = KroneckerBlock("w", B, A)
-    plain, corrected = Spectra.of([block]), Spectra.of([block], (M_B, M_A, share))
+    block = KroneckerBlock("w", B, A, M_A / share)
+    plain, corrected = Spectra.of([block]), Spectra.of([block], (share, 2))
     of_A, of_B = (
         corrected_by_loops(own.diagonal(), other.diagonal() * ratio, M, M / share)
         for own, other, M in ((A, B, M_A), (B, A, M_B))
@@ -143,10 +143,35 @@ def test_corrected_samples_have_the_log_determinant_of_all_data(num_outputs, num
             identity = torch.eye(len(H), dtype=torch.float64)
             log_det = torch.linalg.slogdet(H + identity)[1]
             found.append([log_det, torch.linalg.solve(H + identity, H).trace()])
-        spectra = Spectra.of([KroneckerBlock("w", B, A)], (M, M, M / N))
+        spectra = Spectra.of([KroneckerBlock("w", B, A, N)], (M / N, 1))
         ratio = torch.tensor([1 / delta], dtype=torch.float64)
         found.append([spectra.log_det_ratio(ratio), spectra.effective(ratio)])
         sums += torch.tensor(found)
     of_all, plain, corrected = sums
     assert (plain < 0.9 * of_all).all()
     assert ((corrected / of_all - 1).abs() < 0.02).all()
+
+
+def test_each_block_and_group_counts_its_own_terms():
+    """R positions are R terms; a group or a block without known terms has no correction."""
+    generator = torch.Generator().manual_seed(0)
+    B, A = diagonal(6, 2, generator), diagonal(40, 4, generator)
+    share, ratio = 0.2, torch.ones(5)  # also a float32 ratio
+    blocks = [
+        *(KroneckerBlock("w", B, A, terms) for terms in (100, 400, None, 0)),
+        KroneckerBlock("grouped", torch.stack([B, B]), torch.stack([A, A]), (100, 400)),
+    ]
+    difference = Spectra.of(blocks, (share, 1)).effective(ratio) - Spectra.of(blocks).effective(
+        ratio.double()
+    )
+    for value, terms in zip(difference[:2], (100, 400), strict=True):
+        alone = [
+            corrected_by_loops(own.diagonal(), other.diagonal(), share * terms, terms)[1]
+            for own, other in ((A, B), (B, A))
+        ]
+        assert float(value) == pytest.approx(float(sum(alone)), rel=1e-2)
+    assert difference[0] > 3 * difference[1] > 0
+    assert difference[2:4].tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert float(difference[4]) == pytest.approx(float(difference[:2].sum()), rel=1e-5)
+    unknown = Spectra.of(blocks[2:4], (share, 1))
+    assert unknown.correction is None

@@ -330,12 +330,12 @@ def test_samples_grow_where_gamma_comes_near_what_their_rows_can_show():
     prior.start(model, torch.optim.SGD(model.parameters(), 0.1), loader)
     prior.state.steps, prior.state.epoch = [1], 0
 
-    def update(number, rows=None):
+    def update(number, vectors=None):
         posterior = Posterior(model, "classification")
         hyper = Hyperparameters(PriorGroups.from_model(model), 5.0)
         _, record = update_prior(
             hyper, posterior, [(x[:number], y[:number])], len(x), 0,
-            is_sample=number < len(x), rows_per_example=rows,
+            is_sample=number < len(x), num_vectors=vectors,
         )  # fmt: skip
         return posterior, record["effective_parameters"]["weight"]
 
