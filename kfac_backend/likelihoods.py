@@ -58,7 +58,7 @@ def parameter(default: Any, *, start: Any = None, above: float = 0.0) -> Any:
     Args:
         default: value for None; a list for one value per output.
         start: value at which learning starts, if steps do not grow with the gradient, as Adam's;
-            None for ``default``. SGD starts at ``default``.
+            None for ``default``. Other optimisers, such as SGD, start at ``default``.
         above: exclusive lower bound of the values.
     """
     start = default if start is None else start
@@ -896,7 +896,8 @@ class StudentT(Diagonal):
     s has little curvature, so the first updates raise the weight decays, and the network fits less.
     ν starts at 30, almost a Gaussian. With heavy tails, targets that the network does not fit yet
     would count as outliers, and would have small gradients (`experiments.uci.likelihoods`). SGD's
-    steps would be too large at such a small s, so with SGD both start at their defaults 1 and 4.
+    steps would be too large at such a small s. With SGD and optimisers that are not known, both
+    start at their defaults 1 and 4.
 
     Args:
         df: ν > 2, degrees of freedom; large values approach a Gaussian.

@@ -56,8 +56,8 @@ class Estimator(BaseEstimator):
         likelihood: likelihood of the targets, see the derived class; None is its default.
         epochs: number of passes over the training examples.
         batch_size: number of examples in a step.
-        lr: learning rate of Adam. For "regression" and "student_t" with little noise it falls in
-            the last third of the epochs, see `OnlineTraining`.
+        lr: learning rate of Adam. For a regression with little noise it falls in the last third of
+            the epochs, see `OnlineTraining`.
         weight_decay: initial weight decay. Each parameter tensor then learns its own weight decay.
         held_out: share of the examples for calibration, which are not used for training. With 0, or
             fewer than 20 such examples, there is no calibration. A classifier then predicts with

@@ -214,7 +214,7 @@ def ours(
     ).run()
     seconds = time.process_time() - start
     f, covariance = (part.detach() for part in result.laplace.output_distribution(x_test))
-    sigma = hyperparameters.sigma_noise
+    sigma = result.learner.state.hyperparameters.sigma_noise
     noise = sigma.square().expand_as(f)
     last = result.records[-1]
     learned = {

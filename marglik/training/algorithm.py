@@ -88,7 +88,7 @@ def start(
     likelihood = problem.options.likelihood
     # A rank with another model, state or other options would learn something else, or wait forever.
     problem.ranks.agree_on_state(lambda: check_saved(saved, problem, hyperparameters))
-    # Gradients of a small noise are large, and so are SGD's steps (also with K-FAC).
+    # Gradients of a small noise are large, and so are the steps of SGD.
     normalized = all(part.normalizes_steps for part in problem.parts)
     to_learn = likelihood.to_learn(normalized) if problem.options.learns else {}
     likelihood = likelihood.replace(**to_learn) if to_learn else likelihood
@@ -268,7 +268,9 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
 
     Raises:
         FloatingPointError: the evidence is not finite.
+        ValueError: other parameters are trainable than at the start.
     """
+    problem.check_trainable()
     if problem.steps_per_epoch and state.steps[-1] > state.epoch * problem.steps_per_epoch:
         state.epoch += 1  # an unfinished epoch counts as ended
     # Step 1: replace the last step's parameters by the average.

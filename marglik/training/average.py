@@ -163,7 +163,17 @@ def _preserved_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffers, name, buffer, value in before:
-                buffers[name] = buffer.copy_(value)
+                if _is_writable(buffer):
+                    buffer.copy_(value)
+                buffers[name] = buffer
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Return False for tensors that torch does not change in place: inference or expanded ones."""
+    if tensor.is_inference():
+        return False
+    sizes, strides = tensor.shape, tensor.stride() if tensor.layout == torch.strided else ()
+    return all(stride or size == 1 for size, stride in zip(sizes, strides, strict=False))
 
 
 def noise_of_steps(

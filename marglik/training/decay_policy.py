@@ -177,7 +177,7 @@ def set_decays(problem: Problem, state: LearnerState) -> None:
 
 
 def scale_loss(problem: Problem, state: LearnerState) -> None:
-    """Let a loop multiply its loss by `Likelihood.step_scale`, unless the optimiser is SGD."""
+    """Let a loop multiply its loss by `Likelihood.step_scale`, for optimisers such as Adam."""
     (part,) = problem.parts
     problem.parts = [replace(part, scales_loss=part.normalizes_steps)]
     state.gradient_scale = scale_of_gradients(problem, state)

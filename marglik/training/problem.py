@@ -33,6 +33,11 @@ SHARE = 0.1
 """Cost of an update as a share of the steps since the last update, in passes over one example."""
 FEWEST = 256
 """Minimum number of examples in a sample."""
+NORMALIZING = (
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop,
+)  # fmt: skip
+"""Optimisers that divide gradients by their size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +58,11 @@ class Part:
 
     @property
     def normalizes_steps(self) -> bool:
-        """Whether steps do not grow with the gradient: Adam's do not, SGD's do."""
-        return not isinstance(self.optimizer, torch.optim.SGD)
+        """Whether the optimiser divides gradients by their size, as Adam does.
+
+        It is False for optimisers that are not known. K-FAC divides by its own curvature.
+        """
+        return isinstance(self.optimizer, NORMALIZING)
 
 
 @dataclass(eq=False)

@@ -756,6 +756,14 @@ def test_decays_are_replayed_by_networks_of_one_architecture():
         prior.replay().start(other, sgd(other), loader(), 2)
 
 
+@pytest.mark.parametrize("updates", [0, 3])
+def test_parameters_that_are_unfrozen_after_the_start_are_an_error(updates):
+    model, prior = network(), PriorLearner("classification", updates=updates)
+    first = next(model.parameters()).requires_grad_(False)
+    with pytest.raises(ValueError, match="was frozen or unfrozen after start"):
+        learn(model, sgd(model), prior, loader(), 2, after_step=lambda: first.requires_grad_(True))
+
+
 @pytest.mark.parametrize("kind", ["replay", "hyperparameters"])
 def test_a_learner_that_starts_twice_begins_with_the_same_decays(kind):
     first = Hyperparameters(PriorGroups.from_model(network()), torch.tensor(0.3))

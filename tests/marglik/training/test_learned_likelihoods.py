@@ -18,6 +18,7 @@ from kfac_backend.likelihoods import NegativeBinomial, RegressionPerOutput, like
 from marglik import OnlineTraining, Posterior, PriorLearner
 from marglik.training.algorithm import end_of_epoch
 from marglik.training.learned_numbers import likelihood_step
+from marglik.training.problem import NORMALIZING
 from tests.evidence_oracles import bayesian_linear_regression_log_evidence
 from tests.oracles import jacobian_of
 
@@ -288,7 +289,11 @@ def test_training_learns_what_is_not_given():
     [
         (torch.optim.Adam, "student_t", {"df": 30.0, "scale": 0.1}),
         (torch.optim.Adam, "student_t(df=4)", {"df": 4, "scale": 0.1}),
-        (torch.optim.SGD, "student_t", {"df": 4.0, "scale": 1.0}),
+        *((known, "student_t", {"df": 30.0, "scale": 0.1}) for known in NORMALIZING),
+        *(
+            (other, "student_t", {"df": 4.0, "scale": 1.0})
+            for other in (torch.optim.SGD, torch.optim.ASGD)
+        ),
         (torch.optim.Adam, "heteroscedastic", {"noise": 1.0, "strength": 1.0}),
     ],
 )
@@ -296,8 +301,12 @@ def test_learning_starts_with_little_noise_where_steps_are_normalized(optimizer,
     """SGD would diverge. A posterior without learning has other values: 4 and 1."""
     model, learner = nn.Linear(1, 2), PriorLearner(likelihood)
     x, y = torch.ones(4, 1), torch.ones(4, 1 if likelihood == "heteroscedastic" else 2)
-    learner.start(model, optimizer(model.parameters(), 0.01), [(x, y)], 3, hooks="none")
+    learner.start(
+        model, optimizer(model.parameters(), 0.01, weight_decay=0), [(x, y)], 3, hooks="none"
+    )
     assert learner.likelihood.options == start
+    (part,) = learner.problem.parts
+    assert part.normalizes_steps == issubclass(optimizer, NORMALIZING)
     fixed = likelihood_of("student_t").parameters
     assert {name: value.item() for name, value in fixed.items()} == {"df": 4.0, "scale": 1.0}
 

@@ -195,6 +195,21 @@ class Centred(nn.Module):
         return x - self.mean
 
 
+def test_buffers_that_cannot_change_in_place_are_left_alone():
+    model, prior, number = nn.Sequential(*with_norm()), PriorLearner("classification"), []
+    model.register_buffer("expanded", torch.zeros(1, 1).expand(4, 3))
+    with torch.inference_mode():
+        model.register_buffer("of_inference", torch.zeros(2))
+
+    def validate():
+        with prior.averaged():
+            number.append(1)
+
+    learn(model, sgd(model), prior, in_double(), 2, after_step=validate)
+    assert number
+    assert model.expanded.stride() == (0, 0) and model.of_inference.is_inference()
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_validation_leaves_all_buffers_as_they_were(in_place):
     ends = []
