@@ -196,25 +196,26 @@ def ours(
         learn_sigma_noise=True,
         method="mackay",
     )
+    learner = PriorLearner(
+        "regression",
+        hyperparameters=hyperparameters,
+        epochs=epochs,
+        every=max(1, epochs // config.updates),
+        steps=1,
+        average=None,
+        curvature_from="pass",
+    )
     result = OnlineTraining(
         model,
         optimizer,
         loader,
-        PriorLearner(
-            "regression",
-            hyperparameters=hyperparameters,
-            epochs=epochs,
-            every=max(1, epochs // config.updates),
-            steps=1,
-            average=None,
-            curvature_from="pass",
-        ),
+        learner,
         scheduler=schedule,
         curvature_loader=[data],
     ).run()
     seconds = time.process_time() - start
     f, covariance = (part.detach() for part in result.laplace.output_distribution(x_test))
-    sigma = result.learner.state.hyperparameters.sigma_noise
+    sigma = learner.state.hyperparameters.sigma_noise
     noise = sigma.square().expand_as(f)
     last = result.records[-1]
     learned = {
