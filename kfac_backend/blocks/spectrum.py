@@ -130,8 +130,10 @@ class SampleCorrection:
 
     A has a row for each of the block's terms, and B a row for each term and backward vector. Rows
     that depend on each other, such as those of the positions of an image, count like independent
-    ones. The correction is then too small. Of a weight that is stored inputs first, several vectors
-    count for the inputs instead of the gradients, and the correction is also too small.
+    ones. The correction is then too small. It is also too small for exact vectors of several loss
+    terms per example, most of which are zero at a position. Of a weight that is stored inputs
+    first, several vectors count for the inputs instead of the gradients, and the correction is too
+    large.
     """
 
     owners: Int[Tensor, "S"]

@@ -268,9 +268,9 @@ def finish(problem: Problem, state: LearnerState, average: bool = True) -> dict[
 
     Raises:
         FloatingPointError: the evidence is not finite.
-        ValueError: other parameters are trainable than at the start.
+        ValueError: more parameters are trainable than at the start.
     """
-    problem.check_trainable()
+    problem.check_trainable(may_freeze=True)
     if problem.steps_per_epoch and state.steps[-1] > state.epoch * problem.steps_per_epoch:
         state.epoch += 1  # an unfinished epoch counts as ended
     # Step 1: replace the last step's parameters by the average.

@@ -172,8 +172,11 @@ def _is_writable(tensor: torch.Tensor) -> bool:
     """Return False for tensors that torch does not change in place: inference or expanded ones."""
     if tensor.is_inference():
         return False
-    sizes, strides = tensor.shape, tensor.stride() if tensor.layout == torch.strided else ()
-    return all(stride or size == 1 for size, stride in zip(sizes, strides, strict=False))
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return True
+    return all(
+        stride or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def noise_of_steps(

@@ -60,7 +60,7 @@ class Part:
     def normalizes_steps(self) -> bool:
         """Whether the optimiser divides gradients by their size, as Adam does.
 
-        It is False for optimisers that are not known. K-FAC divides by its own curvature.
+        It is False for optimisers that are not known, and for K-FAC.
         """
         return isinstance(self.optimizer, NORMALIZING)
 
@@ -170,10 +170,14 @@ class Problem:
         if ranges:
             set_ranges(self.model, ranges)
 
-    def check_trainable(self) -> None:
-        """Raise a ValueError if other parameters are trainable than at the start."""
+    def check_trainable(self, may_freeze: bool = False) -> None:
+        """Raise a ValueError if other parameters are trainable than at the start.
+
+        With ``may_freeze``, fewer parameters are no error.
+        """
         trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        if changed := sorted(trainable ^ self.named.keys()):
+        unfrozen = trainable - self.named.keys()
+        if changed := sorted(unfrozen if may_freeze else trainable ^ self.named.keys()):
             raise ValueError(
                 f"Parameter '{changed[0]}' was frozen or unfrozen after start, which stores the "
                 "trainable parameters. Change requires_grad before start. To train other "

@@ -114,7 +114,7 @@ def curvature_plan(problem: Problem, state: LearnerState, is_last: bool) -> Curv
         uncorrected = math.ceil(needed * LARGEST_GAMMA / LARGEST_UNCORRECTED)
         not_too_large = math.floor(min(uncorrected, LARGEST_RATIO * number))
         number = min(N, max(number, needed, not_too_large))
-        corrects = number < min(N, uncorrected)
+        corrects = _has_counts_of_rows(options.curvature) and number < min(N, uncorrected)
     return CurvaturePlan(number, "random_signs" if estimates else fisher, corrects)
 
 
@@ -186,6 +186,9 @@ def sample_size(num_data: int, num_seen: float, vectors: int) -> int:
 def examples_for_gamma(posterior: Posterior, gamma: Mapping[str, float]) -> int:
     """Return M for which γ of each weight is at most `LARGEST_GAMMA` of the sample's rank.
 
+    The limit is `LARGEST_UNCORRECTED` for a tensor that is used in two ways, and with
+    expand_scaling="examples". Their γ has no correction.
+
     Under reduce with one vector for each loss term both factors have a rank of at most M terms. The
     block then has at most M · min(d_out, d_in) directions, in each group of a grouped layer. If γ
     is close to this number, samples underestimate γ and with it the weight decay. Under expand, or
@@ -198,14 +201,21 @@ def examples_for_gamma(posterior: Posterior, gamma: Mapping[str, float]) -> int:
     factors = posterior.factors
     if factors is None:
         return 0
-    shares = [0.0]
+    needed = [0.0]
     for name, block in factors.blocks.items():
         if "A" in block.factors:
             of_B, of_A = block.factors["B"].shape, block.factors["A"].shape
             directions = of_B[:-2].numel() * min(of_B[-1], of_A[-1])  # of one loss term
-            shares.append(gamma[name] / directions)
+            has_correction = block.num_terms and _has_counts_of_rows(factors.options)
+            largest = LARGEST_GAMMA if has_correction else LARGEST_UNCORRECTED
+            needed.append(gamma[name] / directions / largest)
     terms_per_example = factors.num_loss_terms / factors.num_data
-    return math.ceil(max(shares) / (LARGEST_GAMMA * terms_per_example))
+    return math.ceil(max(needed) / terms_per_example)
+
+
+def _has_counts_of_rows(options: CurvatureOptions) -> bool:
+    """Return whether `KroneckerBlock.num_terms` is the number of A's rows."""
+    return options.expand_scaling == "positions"
 
 
 def sampled(

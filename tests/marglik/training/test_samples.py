@@ -554,3 +554,21 @@ def test_samples_take_the_modes_of_the_first_update_also_after_a_resume(monkeypa
     resumed = run(run(epochs=1).state_dict())
     assert len(decisions) == 1
     assert torch.equal(resumed.learner.weight_decays(), whole.learner.weight_decays())
+
+
+@pytest.mark.parametrize("scaling", ["positions", "examples"])
+def test_samples_of_tensors_without_a_correction_are_larger(scaling):
+    """Embeddings as a head have no number of rows, and expand_scaling="examples" has another."""
+    x = y = torch.arange(300) % 6
+    needed = []
+    for is_tied in (False, True):
+        model = nn.Sequential(nn.Embedding(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False))
+        if is_tied:
+            model[2].weight = model[0].weight
+        options = {"kfac_approx": "expand", "expand_scaling": scaling}
+        posterior = Posterior(model, "classification", **options)
+        posterior.fit([(x, y)])
+        assert (posterior.fitted_factors().blocks["0.weight"].num_terms is None) == is_tied
+        needed.append(examples_for_gamma(posterior, {"0.weight": 30, "2.weight": 3}))
+    largest = 0.1 if scaling == "examples" else 0.3
+    assert needed == [math.ceil(30 / 6 / largest), 50]

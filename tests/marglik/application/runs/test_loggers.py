@@ -17,7 +17,7 @@ def expected(folder):
             for name, inner in value.items():
                 add(f"{path}/{name}", epoch, inner)
         elif not isinstance(value, str):
-            curves.setdefault(path, []).append((epoch, pytest.approx(value, rel=1e-6)))
+            curves.setdefault(path, []).append((epoch, pytest.approx(float(value), rel=1e-6)))
 
     for record in read_log(folder):
         numbers = {k: v for k, v in record.items() if k not in ("kind", "epoch")}
