@@ -45,9 +45,8 @@ class EpochBatches:
                 torch.default_generator.manual_seed(0)
                 first = [*islice(batches, 1)]
             if getattr(_loader_of(loader), "generator", None) is None:
-                torch.empty(
-                    (), dtype=torch.int64
-                ).random_()  # as the iterator of a DataLoader draws
+                # As the iterator of a DataLoader draws.
+                torch.empty((), dtype=torch.int64).random_()
             for number, batch in enumerate(chain(first, batches)):
                 yield self.function(batch, number)
 
